@@ -1,4 +1,4 @@
-"""The judge of a benchmark passes the same model and no other."""
+"""The agreement check of a benchmark passes for the same model and fails for others."""
 
 import torch
 
@@ -10,28 +10,32 @@ def logits(positions: int = 200, vocabulary: int = 50) -> torch.Tensor:
 
 
 def test_rounding_passes_and_is_reported():
-    theirs = logits()
-    found = compare_logits(theirs + TOLERANCE / 2, theirs)
-    assert found["passed"] and found["greedy_same"] == 1.0 and found["share_beyond_tolerance"] == 0.0
-    assert abs(found["drift_most"] - TOLERANCE / 2) < 1e-6
+    expected = logits()
+    result = compare_logits(expected + TOLERANCE / 2, expected)
+    assert result["passed"] and result["greedy_same"] == 1.0 and result["share_beyond_tolerance"] == 0.0
+    assert abs(result["drift_most"] - TOLERANCE / 2) < 1e-6
 
 
-def test_a_few_positions_may_have_fallen_the_other_way_but_not_many():
-    theirs = logits()
-    noise = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2)) * 0.1
-    few, many = theirs.clone(), theirs.clone()
-    allowed = int(MAY_DIFFER * len(theirs))
+def test_a_few_positions_may_differ_but_not_many():
+    expected = logits()
+    noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)) * 0.1
+    few, many = expected.clone(), expected.clone()
+    allowed = int(MAY_DIFFER * len(expected))
     few[:allowed] += noise[:allowed]
     many[: allowed + 1] += noise[: allowed + 1]
-    assert compare_logits(few, theirs)["passed"] and not compare_logits(many, theirs)["passed"]
+    assert compare_logits(few, expected)["passed"] and not compare_logits(many, expected)["passed"]
 
 
-def test_greedy_answers_may_part_only_at_a_near_tie():
-    along = torch.zeros(4, 10)
-    along[2, 5], along[2, 6] = 1.0, 0.9995
-    along[3, 5] = 3.0
-    assert compare_tokens([1, 2, 5, 5], [1, 2, 5, 5], along) == {"steps": 4, "same_for": 4, "passed": True}
-    assert compare_tokens([1, 2, 6, 9], [1, 2, 5, 5], along)["passed"]
-    assert compare_tokens([1, 2, 6, 9], [1, 2, 5, 5], along)["same_for"] == 2
-    assert not compare_tokens([1, 2, 5, 6], [1, 2, 5, 5], along)["passed"]
-    assert not compare_tokens([1, 2], [1, 2, 5], along)["passed"]
+def test_greedy_tokens_may_diverge_only_at_a_near_tie():
+    reference_logits = torch.zeros(4, 10)
+    reference_logits[2, 5], reference_logits[2, 6] = 1.0, 0.9995
+    reference_logits[3, 5] = 3.0
+    assert compare_tokens([1, 2, 5, 5], [1, 2, 5, 5], reference_logits) == {
+        "steps": 4,
+        "same_for": 4,
+        "passed": True,
+    }
+    assert compare_tokens([1, 2, 6, 9], [1, 2, 5, 5], reference_logits)["passed"]
+    assert compare_tokens([1, 2, 6, 9], [1, 2, 5, 5], reference_logits)["same_for"] == 2
+    assert not compare_tokens([1, 2, 5, 6], [1, 2, 5, 5], reference_logits)["passed"]
+    assert not compare_tokens([1, 2], [1, 2, 5], reference_logits)["passed"]

@@ -1,4 +1,4 @@
-"""The benchmark of looking: it runs at any size, counts what it stores, and its rows say what they are."""
+"""The capture benchmark: it runs at a small size, counts stored bytes, and its rows describe their setting."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(tiny, tmp_path_factory):
-    place, seen = tmp_path_factory.mktemp("disk"), []
-    rows = list(
-        bench_interp(tiny, SMALL, disk=place, progress=lambda done, total: seen.append((done, total)))
-    )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert not list(place.iterdir())  # nothing is left behind
+    directory, progress = tmp_path_factory.mktemp("disk"), []
+    rows = list(bench_interp(tiny, SMALL, disk=directory, progress=lambda *step: progress.append(step)))
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    assert not list(directory.iterdir())  # no file is left
     return rows
 
 
@@ -46,7 +44,7 @@ def test_every_contender_has_a_row_for_each_phase(rows):
     assert plain == [{"median": 1.0, "p10": 1.0, "p90": 1.0}] * 2
 
 
-def test_the_bytes_are_those_of_every_stream_of_every_token(rows):
+def test_stored_bytes_cover_every_stream_of_every_token(rows):
     files, ready = [row for row in rows if row["kind"] == "stored"]
     assert (files["contender"], ready["contender"]) == ("files", "ready")
     shape = files["shape"]
@@ -57,31 +55,31 @@ def test_the_bytes_are_those_of_every_stream_of_every_token(rows):
         assert files[name]["median"] > 0 and ready[name]["median"] > 0
 
 
-def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
+def test_contenders_give_the_same_tokens_and_only_captures_get_rows(tiny):
     import birkhoff
 
-    said, kept = {}, {}
+    tokens_by_name, plans = {}, {}
     with birkhoff.load(tiny) as engine:
-        for name, wish in {
+        for name, capture in {
             "plain": None,
             "idle": None,
             "all": Capture({"mlp_out": "all"}, positions="all"),
         }.items():
-            who = CapturingEngine(engine, SMALL, name, wish, None)
-            tokens = [who.prefill([[1, 2, 3] * 4, [4, 5, 6] * 4])]
-            tokens += [who.step(tokens[-1]) for _ in range(SMALL.steps)]
-            said[name], kept[name] = tokens, [request.plan for request in who._requests]
-            assert isinstance(who.core.runner, UntappedRunner) is (name == "plain")
-            if wish is not None:
-                acts = [request.plan.jobs[0].rows() for request in who._requests]
+            contender = CapturingEngine(engine, SMALL, name, capture, None)
+            tokens = [contender.prefill([[1, 2, 3] * 4, [4, 5, 6] * 4])]
+            tokens += [contender.step(tokens[-1]) for _ in range(SMALL.steps)]
+            tokens_by_name[name], plans[name] = tokens, [request.plan for request in contender._requests]
+            assert isinstance(contender.core.runner, UntappedRunner) is (name == "plain")
+            if capture is not None:
+                acts = [request.plan.jobs[0].rows() for request in contender._requests]
                 assert all(len(rows) == 15 for each in acts for rows in each.values())
-            who.close()
-    assert said["plain"] == said["idle"] == said["all"]
-    assert kept["idle"] == [None, None]
+            contender.close()
+    assert tokens_by_name["plain"] == tokens_by_name["idle"] == tokens_by_name["all"]
+    assert plans["idle"] == [None, None]
 
 
-def test_the_verb_prints_json_lines(tiny):
-    done = command(
+def test_the_command_prints_json_lines(tiny):
+    process = command(
         "bench",
         "interp",
         "--model",
@@ -97,10 +95,12 @@ def test_the_verb_prints_json_lines(tiny):
         "--threads",
         "1",
     )
-    assert done.returncode == 0, done.stderr.decode()
-    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["cost"] * 12 + ["stored"] * 2
+    assert process.returncode == 0, process.stderr.decode()
+    assert [json.loads(line)["kind"] for line in process.stdout.splitlines()] == ["cost"] * 12 + [
+        "stored"
+    ] * 2
 
 
-def test_sizes_that_make_no_sense_are_refused():
+def test_invalid_sizes_are_refused():
     with pytest.raises(OptionError, match="steps is 0"):
         InterpSetting(steps=0)

@@ -1,4 +1,4 @@
-"""The model benchmark on a small checkpoint: every row it promises, honest ratios, and a verdict that can fail."""
+"""The model benchmark on a small checkpoint: all rows, ratios within a round, and an agreement check that can fail."""
 
 import importlib.metadata
 import json
@@ -29,9 +29,10 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(path):
-    told = []
-    rows = list(bench.bench_model(path, QUICK, progress=lambda done, total: told.append((done, total))))
-    assert [done for done, _ in told] == list(range(1, len(told) + 1)) and told[-1][0] == told[-1][1]
+    progress = []
+    rows = list(bench.bench_model(path, QUICK, progress=lambda *step: progress.append(step)))
+    assert [done for done, _ in progress] == list(range(1, len(progress) + 1))
+    assert progress[-1][0] == progress[-1][1]
     return rows
 
 
@@ -50,28 +51,28 @@ def test_every_row_carries_its_machine_and_its_setting(rows):
         assert row["bench"] == "model" and row["threads"] == 1 and json.loads(json.dumps(row)) == row
 
 
-def test_the_two_compute_the_same_model(rows):
+def test_both_implementations_agree(rows):
     verdicts = [row for row in rows if row["kind"] == "agreement"]
     assert len(verdicts) == 1 and verdicts[0]["passed"] is True
     assert verdicts[0]["logits"]["drift_most"] < 1e-4 and verdicts[0]["tokens"]["same_for"] == 3
 
 
-def test_everybody_has_a_row_for_every_phase_and_batch(rows):
+def test_every_contender_has_a_row_for_every_phase_and_batch(rows):
     speeds = {(r["contender"], r["phase"], r["batch"]): r for r in rows if r["kind"] == "speed"}
     assert set(speeds) == {
-        (who, phase, batch)
-        for who in ("engine", "model", "transformers")
+        (contender, phase, batch)
+        for contender in ("engine", "model", "transformers")
         for phase in ("prefill", "decode")
         for batch in (1, 2)
     }
-    for (who, *_), row in speeds.items():
+    for (contender, *_), row in speeds.items():
         speed = row["tokens_per_second"]
         assert 0 < speed["p10"] <= speed["median"] <= speed["p90"] and row["rounds"] == 2
-        assert ("times_transformers" in row) == (who != "transformers")
-        assert (row.get("experts_implementation") in EXPERT_VARIANTS) == (who == "transformers")
+        assert ("times_transformers" in row) == (contender != "transformers")
+        assert (row.get("experts_implementation") in EXPERT_VARIANTS) == (contender == "transformers")
 
 
-def test_it_says_where_the_time_goes(rows):
+def test_time_shares_are_reported(rows):
     shares = [row for row in rows if row["kind"] == "shares"]
     assert [row["batch"] for row in shares] == [1, 2]
     assert set(shares[0]["model_ms"]) == {"other", "mhc", "attention", "experts", "head"}
@@ -81,11 +82,11 @@ def test_it_says_where_the_time_goes(rows):
 def test_ratios_are_taken_within_a_round():
     speeds = {"transformers": {"decode": [1.0, 100.0, 10.0]}}
     rival = type("Rival", (), {"name": "transformers"})()
-    found = bench._against(rival, speeds, [3.0, 300.0, 30.0], "decode", "engine")
-    assert found == {"times_transformers": {"median": 3.0, "p10": 3.0, "p90": 3.0}}
+    ratios = bench._against(rival, speeds, [3.0, 300.0, 30.0], "decode", "engine")
+    assert ratios == {"times_transformers": {"median": 3.0, "p10": 3.0, "p90": 3.0}}
 
 
-def test_a_contender_times_what_it_does_not_what_it_says():
+def test_timing_measures_the_work_and_not_the_returned_tokens():
     class Slow(OurModel):
         def step(self, tokens):
             for _ in range(3):
@@ -100,7 +101,7 @@ def test_a_contender_times_what_it_does_not_what_it_says():
     assert slow < 0.7 * quick
 
 
-def test_another_model_is_found_out(path, tmp_path):
+def test_another_model_fails_the_agreement(path, tmp_path):
     synth(tmp_path / "other", "tiny", seed=1, dense="f32", experts="f32")
     rival = Transformers(tmp_path / "other", torch.float32)
     with birkhoff.load(path, max_requests=1) as engine:
@@ -109,21 +110,21 @@ def test_another_model_is_found_out(path, tmp_path):
         assert bench._agreement(engine, rival, [5, 6, 7, 8], 4, exact=False)["passed"] is None
 
 
-def test_the_command_prints_lines_and_fails_with_the_verdict(path, monkeypatch, capfd):
+def test_the_command_prints_json_lines_and_fails_without_agreement(path, monkeypatch, capfd):
     flags = ["--prompt-tokens", "16", "--steps", "2", "--rounds", "1", "--batch", "1", "--dtype", "float32"]
-    ask = ["bench", "model", "--model", str(path), "--threads", "1", *flags]
-    assert run(ask) == 0
+    arguments = ["bench", "model", "--model", str(path), "--threads", "1", *flags]
+    assert run(arguments) == 0
     kinds = [json.loads(line)["kind"] for line in capfd.readouterr().out.splitlines()]
     assert kinds == ["agreement", *["speed"] * 6, "shares"]
-    monkeypatch.setattr(agreement, "TOLERANCE", 0.0)  # now no two roundings agree
-    assert run(ask) == 1
+    monkeypatch.setattr(agreement, "TOLERANCE", 0.0)  # no two roundings agree
+    assert run(arguments) == 1
 
 
-def test_alone_needs_nobody(path, monkeypatch):
-    def nothing_is_installed(name: str) -> str:
+def test_alone_needs_no_other_package(path, monkeypatch):
+    def raise_not_found(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", nothing_is_installed)
+    monkeypatch.setattr(importlib.metadata, "version", raise_not_found)
     with pytest.raises(OptionError, match="--alone"):
         next(bench.bench_model(path, QUICK))
     rows = list(bench.bench_model(path, bench.ModelSetting(16, 2, 1, (1,), ("bfloat16",), 1), alone=True))
@@ -132,8 +133,8 @@ def test_alone_needs_nobody(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"rounds": -1}, {"batches": ()}, {"batches": (0,)}, {"dtypes": ("f8",)}]
+    "invalid", [{"steps": 0}, {"rounds": -1}, {"batches": ()}, {"batches": (0,)}, {"dtypes": ("f8",)}]
 )
-def test_an_impossible_setting_is_refused(wrong):
-    with pytest.raises(OptionError, match=next(iter(wrong))[:5]):
-        bench.ModelSetting(**wrong)
+def test_an_invalid_setting_is_refused(invalid):
+    with pytest.raises(OptionError, match=next(iter(invalid))[:5]):
+        bench.ModelSetting(**invalid)

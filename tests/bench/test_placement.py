@@ -1,4 +1,4 @@
-"""The measurement of placements, on a CPU at the smallest size: its rows are there, agree and add up."""
+"""The placement benchmark on a CPU at the smallest size: its rows are complete and consistent."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LEAST = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layer
 SMALL = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0, hc_sinkhorn_iters=2)
 
 
-def test_wishes_are_shares_or_sizes():
+def test_hot_fractions_are_shares_or_sizes():
     flash = preset("flash", mtp=False)
     assert hot_fraction("0.925", flash) == 0.925
     assert 0.05 < hot_fraction("24GiB", flash) < hot_fraction("48GiB", flash) < 0.3
 
 
-def test_all_rows_come_and_their_numbers_fit_together():
+def test_all_rows_are_produced_and_consistent():
     small = {"config": LEAST, "device": CPU, "count": 1, "checked": 1, "kernels": "reference", "chunk": 16}
     rows = list(bench_placement(["0.5"], [1], 128, **small))
     assert [row["kind"] for row in rows] == ["same bits", "bus", "placement", "placement", "moving", "chunk"]
     assert all(json.loads(json.dumps(row)) == row for row in rows)
     assert rows[0]["passed"] and rows[0]["equal"] == {"1": True, "0.5": True, "0": True}
-    by_chance, by_counts = rows[2], rows[3]
-    assert by_chance["placement"] == "random" and by_chance["hot"] == by_counts["hot"] == 0.5
-    assert 0 <= by_counts["misses"] <= 1 and by_counts["exchanged"] >= 0
+    random_row, counted_row = rows[2], rows[3]
+    assert random_row["placement"] == "random" and random_row["hot"] == counted_row["hot"] == 0.5
+    assert 0 <= counted_row["misses"] <= 1 and counted_row["exchanged"] >= 0
     assert rows[4]["exchanged"] > 0 and rows[5]["cold_bytes"] > 0
 
 
-def test_experts_go_where_they_are_wanted_and_skew_is_found():
-    """Two layers share the experts of one; the counts of both are those of the one."""
+def test_skewed_routing_is_counted_and_hot_experts_are_moved():
+    """Two layers share the experts of one store layer, so their counts are added."""
     model, store = random_placed(SMALL, CPU, random_resident(1, 8, 0.5), spare=3, dtype=torch.float32)
     skew_routing(model, 0.5)
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def test_experts_go_where_they_are_wanted_and_skew_is_found():
     assert reads.sum() == 2 * 2 * SMALL.num_experts_per_tok
     usage = ExpertUsage(1, 8)
     usage.add(reads, 2)
-    wanted = usage.hottest(4)
-    different = int((wanted & ~store.resident()).sum())
-    moved, _ = move_to(store, wanted)
-    assert moved == different and torch.equal(store.resident(), wanted)
+    hottest = usage.hottest(4)
+    expected_moves = int((hottest & ~store.resident()).sum())
+    moved, _ = move_to(store, hottest)
+    assert moved == expected_moves and torch.equal(store.resident(), hottest)

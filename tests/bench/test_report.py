@@ -1,4 +1,4 @@
-"""What a measurement carries with it."""
+"""Facts that accompany every measurement: machine, versions, commit, source digest."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def test_facts_name_the_machine_the_versions_and_the_commit():
     assert facts["machine"]["cpu"] and facts["machine"]["cores"] >= 1
 
 
-def test_the_commit_is_the_one_that_runs():
+def test_the_commit_is_that_of_the_checkout():
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=report.__file__.rsplit("/", 1)[0]
     )
@@ -39,10 +39,10 @@ def copy_of_package(folder):
     return package
 
 
-def git(folder, *words):
-    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+def git(folder, *arguments):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     return subprocess.run(
-        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
@@ -60,7 +60,7 @@ def test_a_copy_has_no_commit_even_inside_another_checkout(tmp_path):
     assert report.commit(package) is None, "nor is it when the copy is kept there"
 
 
-def test_the_sources_are_named_wherever_they_lie(tmp_path):
+def test_the_source_digest_does_not_depend_on_the_location(tmp_path):
     first, second = copy_of_package(tmp_path / "a"), copy_of_package(tmp_path / "b")
     assert report.sources(first) == report.sources(second)
     (second / "bench" / "report.py").write_text("# other\n")
@@ -77,10 +77,10 @@ def test_the_sources_are_named_wherever_they_lie(tmp_path):
         assert report.commit(second) == head + "+"
 
 
-def test_a_package_that_is_not_there_has_no_version():
+def test_a_missing_package_has_no_version():
     assert report.version("no-such-package-at-all") is None
 
 
-def test_summaries_are_quantiles_with_few_digits():
+def test_summaries_are_rounded_quantiles():
     assert report.summary([1.0, 2.0, 3.0, 4.0, 100.0]) == {"median": 3.0, "p10": 1.4, "p90": 61.6}
     assert report.significant(123456.789) == 123500.0 and report.significant(0.000123456) == 0.0001235

@@ -1,4 +1,4 @@
-"""The benchmark of serving: a real server for a second or two; its rows say what happened and that everything ended."""
+"""The serving benchmark with a real server for one or two seconds: its rows, and that all requests complete."""
 
 from __future__ import annotations
 
@@ -14,30 +14,37 @@ from birkhoff.bench.serve import ServeSetting, _memory_course, bench_serve
 from birkhoff.convert.synth import synth
 
 
-def test_a_short_run_ends_everything(tmp_path):
+def test_a_short_run_completes_all_requests(tmp_path):
     synth(tmp_path / "tiny", "tiny")
-    engine, held, over = bench_serve(str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12))
-    json.dumps([engine, held, over])
-    assert [row["kind"] for row in (engine, held, over)] == ["engine", "streams", "overload"]
+    engine, streams, overload = bench_serve(
+        str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12)
+    )
+    json.dumps([engine, streams, overload])
+    assert [row["kind"] for row in (engine, streams, overload)] == ["engine", "streams", "overload"]
     assert (
-        held["answers"] > 0
-        and not held["failed"]
-        and held["everything_ended"]
-        and held["share_of_engine"] > 0
+        streams["answers"] > 0
+        and not streams["failed"]
+        and streams["everything_ended"]
+        and streams["share_of_engine"] > 0
     )
     assert (
-        held["prefix"]["pages"] >= held["prefix"]["pages_before"] > 0 and held["callers_cpu_ms_per_token"] > 0
+        streams["prefix"]["pages"] >= streams["prefix"]["pages_before"] > 0
+        and streams["callers_cpu_ms_per_token"] > 0
     )
     assert (
-        held["first_token_ms"]["p50"] <= held["first_token_ms"]["p95"]
-        and held["resident_bytes"]["before"] > 1 << 26
+        streams["first_token_ms"]["p50"] <= streams["first_token_ms"]["p95"]
+        and streams["resident_bytes"]["before"] > 1 << 26
     )
-    assert sum(over["statuses"].values()) == over["callers"] == 20 and set(over["statuses"]) <= {200, 429}
-    assert not over["failed"] and over["recovered"] and engine["machine"]["cores"]
+    assert sum(overload["statuses"].values()) == overload["callers"] == 20 and set(overload["statuses"]) <= {
+        200,
+        429,
+    }
+    assert not overload["failed"] and overload["recovered"] and engine["machine"]["cores"]
 
 
-def test_memory_is_told_by_its_memory_course():
-    level = [(float(at), 500 + 40 * min(at, 10)) for at in range(31)]  # rises for ten seconds, then stays
+def test_memory_course_of_level_and_rising_memory():
+    # Rises for ten seconds, then stays level.
+    level = [(float(second), 500 + 40 * min(second, 10)) for second in range(31)]
     assert _memory_course(level) == {
         "before": 500,
         "half": 900,
@@ -46,7 +53,7 @@ def test_memory_is_told_by_its_memory_course():
         "later_growth_per_minute": 0,
         "series": [500, 900],
     }
-    rising = [(float(at), 1000 + 7 * at) for at in range(21)]
+    rising = [(float(second), 1000 + 7 * second) for second in range(21)]
     assert _memory_course(rising) == {
         "before": 1000,
         "half": 1070,
@@ -82,27 +89,27 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("size", [1, 7, 4096])
-def test_a_caller_counts_what_it_is_told_however_it_is_cut(name, size):
-    """A server that says what it was told to, in pieces of one size, and hangs up."""
-    said, expected, times = ANSWERS[name]
+def test_the_load_generator_parses_responses_in_any_chunking(name, size):
+    """A server that sends a fixed response in pieces of `size` bytes and closes the connection."""
+    response, expected, times = ANSWERS[name]
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer() -> None:
+        def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                asked = b""
-                while b"stream" not in asked:
-                    asked += connection.recv(4096)
+                received = b""
+                while b"stream" not in received:
+                    received += connection.recv(4096)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for start in range(0, len(said), size):
-                    connection.sendall(said[start : start + size])
+                for start in range(0, len(response), size):
+                    connection.sendall(response[start : start + size])
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4096):
                     pass
 
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=serve)
         thread.start()
-        seen = run_load(listener.getsockname(), iter([{"messages": []}]), 1)
+        result = run_load(listener.getsockname(), iter([{"messages": []}]), 1)
         thread.join()
-    assert (len(seen.first), len(seen.between)) == times
-    assert replace(seen, first=[], between=[]) == expected
+    assert (len(result.first), len(result.between)) == times
+    assert replace(result, first=[], between=[]) == expected

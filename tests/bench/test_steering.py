@@ -1,4 +1,4 @@
-"""The measurement of steering, small: every contender does what its name says, and every row can be traced back."""
+"""The steering benchmark at a small size: every contender steers as named, and every row has its setting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiny(tmp_path_factory):
     return path
 
 
-def test_rows_carry_their_setting_and_their_bar(tiny):
+def test_rows_have_their_setting_and_limit(tiny):
     rows = list(bench_steering(tiny, SMALL))
     assert [row["contender"] for row in rows] == [
         "plain",
@@ -38,23 +38,25 @@ def test_rows_carry_their_setting_and_their_bar(tiny):
     assert rows[-1]["times_products"]["median"] > 0 and rows[-1]["rows"] == 24
 
 
-def test_contenders_do_what_their_names_say(tiny):
-    """Idle ones touch the prompt alone, live ones every generated token; rows are shared where vectors are."""
+def test_contenders_steer_as_named(tiny):
+    """Idle contenders steer the prompt alone, others every generated token; equal vectors share a table row."""
     with birkhoff.load(tiny, max_requests=1) as engine:
-        found = {}
-        for who in _contenders(engine, SMALL):
-            who.prefill([[5, 6, 7, number] for number in range(SMALL.batch)])
+        results = {}
+        for contender in _contenders(engine, SMALL):
+            contender.prefill([[5, 6, 7, index] for index in range(SMALL.batch)])
             tables = {
-                request.plan.table.tables for request in who._requests if request.plan and request.plan.table
+                request.plan.table.tables
+                for request in contender._requests
+                if request.plan and request.plan.table
             }
             slots = sum(len(slab.uses) for table in tables for slab in table.slabs.values())
             for _ in range(SMALL.steps):
-                who.step([])
-            steered = {len(request.plan.steered) if request.plan else 0 for request in who._requests}
-            found[who.name] = (slots, steered)
-            assert all(request.done for request in who._requests)
-            who.core.close()
-    assert found == {
+                contender.step([])
+            steered = {len(request.plan.steered) if request.plan else 0 for request in contender._requests}
+            results[contender.name] = (slots, steered)
+            assert all(request.done for request in contender._requests)
+            contender.core.close()
+    assert results == {
         "plain": (0, {0}),
         "idle": (3, {4}),
         "one vector": (1, {10}),
@@ -64,6 +66,6 @@ def test_contenders_do_what_their_names_say(tiny):
     }
 
 
-def test_settings_that_measure_nothing_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(OptionError, match="batch is 0"):
         SteeringSetting(batch=0)

@@ -1,4 +1,4 @@
-"""Random models made in memory: healthy numbers, true formats, and experts shared where memory is short."""
+"""Random models created in memory: value ranges, weight formats, and experts shared between layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 
 @torch.inference_mode()
-def test_a_model_made_in_memory_runs_and_is_alive():
+def test_a_random_model_runs_with_reasonable_values():
     config = preset("tiny", None, False)
     model = random_on_device(config, CPU)
     state = filled_state(config, 2, 256, CPU)
-    pieces = [SequenceChunk(0, 256, torch.tensor([5])), SequenceChunk(1, 256, torch.tensor([6]))]
-    hidden, streams = model.run(Batch.of(pieces), state, NoTap())
+    chunks = [SequenceChunk(0, 256, torch.tensor([5])), SequenceChunk(1, 256, torch.tensor([6]))]
+    hidden, streams = model.run(Batch.of(chunks), state, NoTap())
     assert hidden.isfinite().all() and 0.5 < hidden.float().std() < 2 and streams.isfinite().all()
     assert not torch.equal(hidden[0], hidden[1])
     logits = model.logits(hidden).float()

@@ -1,4 +1,4 @@
-"""Where the time goes: every moment of a step belongs to exactly one part, and watching changes no token."""
+"""Time shares: every part of a step is counted exactly once, and measuring changes no token."""
 
 import time
 
@@ -31,41 +31,42 @@ def test_the_parts_of_a_step_add_up_to_the_step(model):
         gaps.append(whole - sum(clock.seconds.values()))
         assert set(clock.seconds) == {"other", "mhc", "attention", "experts", "head"}
         assert min(clock.seconds.values()) > 0 and gaps[-1] >= 0
-    assert min(gaps) < 1e-4  # a busy machine may pause us between two looks at the clock, but not every time
+    # On a busy machine some steps may be interrupted between two readings of the clock, but not all.
+    assert min(gaps) < 1e-4
 
 
-def test_a_slow_part_is_found(model):
-    """The same model with experts that sleep: their share grows by what they slept, and no other."""
+def test_a_slow_part_is_attributed(model):
+    """With experts that sleep, their share grows by the time slept, and no other share grows."""
 
-    class Sleepy(ClockTap):
+    class SlowExperts(ClockTap):
         def see(self, site, *parts: torch.Tensor) -> None:
             if site.name == "mlp_out":
                 time.sleep(0.005)
             super().see(site, *parts)
 
-    plain, sleepy = ClockTap(), Sleepy()
+    plain, slow = ClockTap(), SlowExperts()
     first = model_shares(OurModel(model, 2, 20, STEPS, tap=plain), plain, PROMPTS, STEPS)
-    second = model_shares(OurModel(model, 2, 20, STEPS, tap=sleepy), sleepy, PROMPTS, STEPS)
+    second = model_shares(OurModel(model, 2, 20, STEPS, tap=slow), slow, PROMPTS, STEPS)
     assert second["experts"] > 6 * 5 and second["experts"] > 2 * max(
         second["mhc"], second["attention"], second["head"]
     )
     assert set(first) == set(second)
 
 
-def test_an_engine_is_put_back_as_it_was_and_its_tokens_are_those_of_the_bare_model(model):
-    engine, bare = OurEngine(model, 2, 20, STEPS), OurModel(model, 2, 20, STEPS)
+def test_an_engine_is_restored_and_its_tokens_match_the_model(model):
+    engine, model_alone = OurEngine(model, 2, 20, STEPS), OurModel(model, 2, 20, STEPS)
     runner, sampler = engine.core.runner, engine.core.sampler
     parts = engine_shares(engine, PROMPTS, STEPS)
     assert set(parts) == {"model", "sampling", "engine"} and parts["model"] > 0 and parts["sampling"] > 0
     assert engine.core.runner is runner and engine.core.sampler is sampler
-    ours, theirs = [engine.prefill(PROMPTS)], [bare.prefill(PROMPTS)]
+    engine_tokens, model_tokens = [engine.prefill(PROMPTS)], [model_alone.prefill(PROMPTS)]
     for _ in range(STEPS):
-        ours.append(engine.step(ours[-1]))
-        theirs.append(bare.step(theirs[-1]))
-    assert ours == theirs
+        engine_tokens.append(engine.step(engine_tokens[-1]))
+        model_tokens.append(model_alone.step(model_tokens[-1]))
+    assert engine_tokens == model_tokens
 
 
-def test_a_stopwatch_times_one_call_and_passes_the_others_on():
+def test_a_stopwatch_times_one_method_and_forwards_others():
     class Worker:
         def work(self, seconds: float) -> str:
             time.sleep(seconds)

@@ -17,6 +17,6 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
-    place = Path(tempfile.mkdtemp(prefix="birkhoff-", dir="/dev/shm"))
-    yield place
-    shutil.rmtree(place)
+    directory = Path(tempfile.mkdtemp(prefix="birkhoff-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)

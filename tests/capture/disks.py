@@ -72,9 +72,9 @@ class FaultyDisk(SoftDisk):
 
     def note(self, call: str, path: str) -> None:
         super().note(call, path)
-        number = self.fault(call, path)
-        if number is not None:
-            raise OSError(number, os.strerror(number), path)
+        code = self.fault(call, path)
+        if code is not None:
+            raise OSError(code, os.strerror(code), path)
 
     def write(self, file: int, data: memoryview, offset: int) -> int:
         return super().write(file, data[: self.short] if self.short else data, offset)

@@ -34,12 +34,12 @@ def indexed(sidecars: list[Path]) -> dict[tuple[str, int, str], tuple[np.ndarray
             name = entry.get("request_id", index.get("request_id"))
             piece = payload[entry["offset"] : entry["offset"] + entry["nbytes"]]
             assert len(piece) == entry["nbytes"]
-            found = (
+            part = (
                 (index.get("seq", 0), entry["offset"]),
                 rows_of(piece, entry, index["dtype"]),
                 entry.get("positions"),
             )
-            parts.setdefault((name, entry["layer"], entry["hook"]), []).append(found)
+            parts.setdefault((name, entry["layer"], entry["hook"]), []).append(part)
     joined = {}
     for key, pieces in parts.items():
         pieces.sort(key=lambda piece: piece[0])

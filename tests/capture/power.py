@@ -36,9 +36,9 @@ class RecordingDisk(SoftDisk):
         self._files: dict[int, int] = {}
         self._next = 0
 
-    def mark(self, *what: object) -> None:
+    def mark(self, *event: object) -> None:
         with self._order:
-            self.log.append(what)
+            self.log.append(event)
 
     def _name(self, path: str) -> str:
         return os.path.relpath(path, self._root)
@@ -97,21 +97,21 @@ def after_power_loss(log: list, chance: random.Random, target: Path) -> None:
     files: dict[int, File] = {}
     safe: dict[str, dict[str, object]] = {".": {}}  # directory -> name -> inode number, or "directory"
     pending: dict[str, list[tuple]] = {}
-    for kind, *what in log:
+    for kind, *arguments in log:
         if kind == "write":
-            files[what[0]].pending.append((what[1], what[2]))
+            files[arguments[0]].pending.append((arguments[1], arguments[2]))
         elif kind == "fsync":
-            file = files[what[0]]
+            file = files[arguments[0]]
             for write in file.pending:
                 _apply(file.safe, *write)
             file.pending.clear()
         elif kind == "syncdir":
-            for change in pending.pop(what[0], ()):
-                _change(safe.setdefault(what[0], {}), change)
+            for change in pending.pop(arguments[0], ()):
+                _change(safe.setdefault(arguments[0], {}), change)
         elif kind in ("create", "rename", "unlink", "mkdir"):
             if kind == "create":
-                files[what[1]] = File()
-            pending.setdefault(os.path.dirname(what[0]) or ".", []).append((kind, *what))
+                files[arguments[1]] = File()
+            pending.setdefault(os.path.dirname(arguments[0]) or ".", []).append((kind, *arguments))
     in_order = chance.random() < 0.5
     for directory, changes in pending.items():
         if in_order:
@@ -125,23 +125,23 @@ def after_power_loss(log: list, chance: random.Random, target: Path) -> None:
 
 def _build(directory: str, safe: dict, files: dict[int, File], chance: random.Random, target: Path) -> None:
     (target / directory).mkdir(parents=True, exist_ok=True)
-    for name, what in safe.get(directory, {}).items():
+    for name, inode in safe.get(directory, {}).items():
         path = name if directory == "." else f"{directory}/{name}"
-        if what == "directory":
+        if inode == "directory":
             _build(path, safe, files, chance, target)
         else:
-            (target / path).write_bytes(_survivor(files[what], chance))
+            (target / path).write_bytes(_survivor(files[inode], chance))
 
 
 def _survivor(file: File, chance: random.Random) -> bytes:
     data = bytearray(file.safe)
     kept = []
-    for offset, what in file.pending:
+    for offset, data in file.pending:
         fate = chance.random()
         if fate < 0.4:
-            kept.append((offset, what))
-        elif fate < 0.6 and offset is not None and len(what) > 1:
-            kept.append((offset, what[: chance.randint(1, len(what) - 1)]))
+            kept.append((offset, data))
+        elif fate < 0.6 and offset is not None and len(data) > 1:
+            kept.append((offset, data[: chance.randint(1, len(data) - 1)]))
     if chance.random() < 0.5:
         chance.shuffle(kept)
     for write in kept:
@@ -149,13 +149,13 @@ def _survivor(file: File, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def _apply(data: bytearray, offset: int | None, what: bytes | int) -> None:
+def _apply(data: bytearray, offset: int | None, change: bytes | int) -> None:
     if offset is None:
-        del data[what:]
-        data.extend(bytes(what - len(data)))
+        del data[change:]
+        data.extend(bytes(change - len(data)))
         return
-    data.extend(bytes(max(offset + len(what) - len(data), 0)))
-    data[offset : offset + len(what)] = what
+    data.extend(bytes(max(offset + len(change) - len(data), 0)))
+    data[offset : offset + len(change)] = change
 
 
 def _change(names: dict[str, object], change: tuple) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.errors import CaptureWriteError
-from tests.capture.made import SHAPES, bits, chunk, same_bits
+from tests.capture.sample_chunks import SHAPES, bits, chunk, same_bits
 
 TORCH = {
     "bfloat16": torch.bfloat16,
@@ -46,7 +46,7 @@ def test_scales_may_be_tensors_and_phases_bytes():
     assert same_bits(other.scales(), plain.scales()) and other.letters() == "ppd"
 
 
-def test_no_rows_is_a_chunk_too():
+def test_a_chunk_may_have_no_rows():
     empty = chunk("a", "post_attn", 0, 0, 0)
     empty.check()
     assert bytes(empty.data()) == b"" and empty.nbytes == 0
@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_could_not_be_read_back_is_refused(name):
+def test_unreadable_chunks_are_refused(name):
     change, words = WRONG[name]
     with pytest.raises(CaptureWriteError, match=words) as caught:
         Chunk(**{**vars(chunk("a", "post_attn", 7, 0, 3)), **change}).check()

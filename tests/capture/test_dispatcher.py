@@ -23,7 +23,7 @@ from birkhoff.capture.sinks.spill_queue import Spill
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import CaptureError, OptionError
 from tests.capture.disks import FaultyDisk, SoftDisk
-from tests.capture.made import SHAPES, RecordingConsumer, assert_is_prefix, bits, chunk, same_bits
+from tests.capture.sample_chunks import SHAPES, RecordingConsumer, assert_is_prefix, bits, chunk, same_bits
 from tests.sizes import scaled
 
 
@@ -35,7 +35,7 @@ class Gate:
     def __init__(self, threads: int = 1, fail: Exception | None = None, fail_at: str = ""):
         self.writer_threads, self.open = threads, threading.Event()
         self.taken: list[Chunk] = []
-        self.told: dict[str, CaptureFinish] = {}
+        self.finishes: dict[str, CaptureFinish] = {}
         self.begun: list[str] = []
         self._fail, self._fail_at = fail, fail_at
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Gate:
             raise self._fail
 
     def finalize(self, finish: CaptureFinish) -> Future[CaptureResult]:
-        self.told[finish.key] = finish
+        self.finishes[finish.key] = finish
         if self._fail_at == "finalize":
             raise self._fail
         if self._fail_at == "result":
@@ -105,13 +105,13 @@ def in_order(taken: list[Chunk], requests: dict[str, int]) -> None:
     """Check that every row of every request arrived once, in order, with its bits."""
     for name, rows in requests.items():
         for hook in ("post_attn", "mhc_attn_res_mix"):
-            mine = [part for part in taken if (part.request_id, part.hook) == (name, hook)]
-            assert [position for part in mine for position in part.positions] == list(range(rows))
-            assert [part.row_offset for part in mine] == [part.positions[0] for part in mine]
-            assert same_bits(np.concatenate([part.array() for part in mine]), bits(name, hook, 1, 0, rows))
+            parts = [part for part in taken if (part.request_id, part.hook) == (name, hook)]
+            assert [position for part in parts for position in part.positions] == list(range(rows))
+            assert [part.row_offset for part in parts] == [part.positions[0] for part in parts]
+            assert same_bits(np.concatenate([part.array() for part in parts]), bits(name, hook, 1, 0, rows))
 
 
-REQUESTS = {f"r{number}": 12 for number in range(6)}
+REQUESTS = {f"r{index}": 12 for index in range(6)}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -152,10 +152,10 @@ def test_t_cap_8_drop_counts_exactly(quick_path, threads):
     assert 0 < kept < sent and counters.delivered_rows == kept and counters.dropped_rows == sent - kept
     assert counters.submitted_rows == sent
     for name, result in results.items():
-        mine = sum(part.num_rows for part in gate.taken if part.request_id == name)
-        assert result.dropped_rows == 24 - mine == gate.told[name].dropped_rows
-        assert result.status == ("partial_error" if mine < 24 else "ok")
-        assert mine == 24 or "dropped" in result.error
+        delivered = sum(part.num_rows for part in gate.taken if part.request_id == name)
+        assert result.dropped_rows == 24 - delivered == gate.finishes[name].dropped_rows
+        assert result.status == ("partial_error" if delivered < 24 else "ok")
+        assert delivered == 24 or "dropped" in result.error
     for part in gate.taken:  # what was delivered is complete and correct
         assert same_bits(part.array(), bits(part.request_id, part.hook, 1, part.positions[0], part.num_rows))
 
@@ -202,7 +202,7 @@ def test_a_spill_disk_that_is_full_makes_the_engine_wait(quick_path):
 
 
 @pytest.mark.parametrize("hook", SHAPES)
-def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
+def test_a_spilled_chunk_is_read_back_unchanged(quick_path, hook):
     spill = Spill(str(quick_path), 1 << 20, SoftDisk())
     sent = [chunk("a", hook, 3, start, 2, meta={"model": "nano"}) for start in (0, 2, 4)]
     sent.append(Chunk(**{**vars(sent[0]), "positions": None, "token_ids": None, "phases": None}))
@@ -232,7 +232,7 @@ def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
     spill.close()
 
 
-def test_spilled_space_is_given_back(quick_path):
+def test_spilled_space_is_reclaimed(quick_path):
     """Segments are closed after reading; one file is reused while the queue runs empty."""
     spill = Spill(str(quick_path), 1 << 30, SoftDisk())
     before = len(os.listdir("/proc/self/fd"))
@@ -251,7 +251,7 @@ def test_spilled_space_is_given_back(quick_path):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "bad disk"), CaptureError("no"), KeyError("x"), MemoryError()]
 )
-def test_a_consumer_that_raises_harms_nobody_else(fail_at, error):
+def test_a_consumer_that_raises_does_not_affect_others(fail_at, error):
     bad, good = Gate(fail=error, fail_at=fail_at), RecordingConsumer()
     bad.open.set()
     dispatcher = Dispatcher({"bad": bad, "good": good})
@@ -324,7 +324,7 @@ def test_requests_reach_the_consumers_they_name():
     dispatcher.shutdown()
 
 
-def test_shutting_down_finishes_what_is_open(quick_path):
+def test_shutting_down_finishes_open_requests(quick_path):
     dispatcher = Dispatcher({"files": FilesystemConsumer(str(quick_path), SoftDisk())})
     for start in range(0, 40, 2):
         dispatcher.submit(chunk("a", "post_attn", 0, start, 2))
@@ -352,7 +352,7 @@ def test_shutting_down_wakes_an_engine_that_waits():
     assert counters.dropped_rows > 0
 
 
-def test_results_wait_no_longer_than_told():
+def test_results_wait_no_longer_than_the_timeout():
     gate = Gate()
     with Dispatcher({"gate": gate, "other": RecordingConsumer()}) as dispatcher:
         dispatcher.submit(chunk("a", "post_attn", 0, 0, 2))
@@ -392,12 +392,12 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
     with Dispatcher({"files": files}, queue_size=16, overload_policy=policy) as dispatcher:
         queue = dispatcher.queues["files"]
         for row in range(rows):
-            for number in range(requests):
-                dispatcher.submit(chunk(f"r{number}", "mhc_streams_pre_attn", 0, row, 1))
+            for index in range(requests):
+                dispatcher.submit(chunk(f"r{index}", "mhc_streams_pre_attn", 0, row, 1))
             most = max(most, queue._in_memory)
-        for number in range(requests):
-            dispatcher.finish(f"r{number}", "stop", 4)
-        results = [dispatcher.results(f"r{number}", 60)["files"] for number in range(requests)]
+        for index in range(requests):
+            dispatcher.finish(f"r{index}", "stop", 4)
+        results = [dispatcher.results(f"r{index}", 60)["files"] for index in range(requests)]
         counters = queue.counters
     assert most <= 16
     assert (
@@ -410,18 +410,18 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
         assert counters.dropped_rows > 0 and any(result.status == "partial_error" for result in results)
     else:
         assert all(result.status == "ok" and result.rows == rows for result in results)
-    for number, result in enumerate(results):
-        directory = quick_path / "run" / f"r{number}"
+    for index, result in enumerate(results):
+        directory = quick_path / "run" / f"r{index}"
         entry = read_request(directory)["mhc_streams_pre_attn", 0]
         assert len(entry.array) == result.rows and entry.positions == sorted(set(entry.positions))
         for stored, position in zip(entry.array, entry.positions):
-            assert stored.tobytes() == bits(f"r{number}", "mhc_streams_pre_attn", 0, position, 1).tobytes()
-        told = json.loads((directory / "packed.json").read_text())
-        assert told.get("dropped_rows", 0) == result.dropped_rows
+            assert stored.tobytes() == bits(f"r{index}", "mhc_streams_pre_attn", 0, position, 1).tobytes()
+        sidecar = json.loads((directory / "packed.json").read_text())
+        assert sidecar.get("dropped_rows", 0) == result.dropped_rows
 
 
 def test_memory_is_flat_while_a_million_small_rows_are_written(quick_path):
-    """Twice as many rows need no more memory: what is kept per row is on the disk. Measured in a process of its own."""
+    """Twice as many rows need no more memory: per-row data is on the disk. Measured in a separate process."""
     import subprocess
     import sys
 

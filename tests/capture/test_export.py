@@ -14,7 +14,7 @@ from birkhoff.capture.store.reader import read_request, to_torch
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError, CaptureWriteError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 
 SITES = [("mhc_streams_pre_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
 
@@ -32,15 +32,15 @@ def directory(quick_path):
 def test_every_tensor_and_label_arrives(directory, quick_path):
     out = quick_path / "a.safetensors"
     names = to_safetensors(out, directory)
-    found, entries = load_file(out), read_request(directory)
-    assert set(found) == set(names) and len(names) == 3 * 3 + 1
+    tensors, entries = load_file(out), read_request(directory)
+    assert set(tensors) == set(names) and len(names) == 3 * 3 + 1
     for (hook, layer), entry in entries.items():
         name = f"{hook}.{layer}"
-        assert found[name].dtype == to_torch(entry).dtype
-        assert torch.equal(found[name].view(torch.uint8), to_torch(entry).view(torch.uint8))
-        assert found[f"{name}.positions"].tolist() == entry.positions
-        assert found[f"{name}.token_ids"].tolist() == entry.token_ids
-    assert found["mlp_in.1.scale"].tolist() == entries["mlp_in", 1].scale.tolist()
+        assert tensors[name].dtype == to_torch(entry).dtype
+        assert torch.equal(tensors[name].view(torch.uint8), to_torch(entry).view(torch.uint8))
+        assert tensors[f"{name}.positions"].tolist() == entry.positions
+        assert tensors[f"{name}.token_ids"].tolist() == entry.token_ids
+    assert tensors["mlp_in.1.scale"].tolist() == entries["mlp_in", 1].scale.tolist()
     with safe_open(out, "pt") as file:
         assert file.metadata()["model"] == "nano" and file.metadata()["finish_reason"] == "stop"
 
@@ -50,7 +50,7 @@ def test_names_of_another_tool(directory, quick_path):
     assert {"blocks.2.hook_in", "blocks.0.attn_hc.hook_comb", "blocks.1.mlp_hc.hook_out.scale"} <= set(names)
 
 
-def test_what_cannot_be_written_leaves_nothing(directory, quick_path):
+def test_a_failed_export_leaves_no_file(directory, quick_path):
     with pytest.raises(CaptureWriteError, match="could not be written"):
         to_safetensors(quick_path / "no/where.safetensors", directory)
     with pytest.raises(CaptureFileError, match="no entries"):

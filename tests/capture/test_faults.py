@@ -25,7 +25,7 @@ from birkhoff.capture.store.repair import repair
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureLocked, CaptureWriteError
 from tests.capture.disks import FaultyDisk, SoftDisk
-from tests.capture.made import RecordingConsumer, assert_is_prefix, chunk
+from tests.capture.sample_chunks import RecordingConsumer, assert_is_prefix, chunk
 
 LAYOUTS = ("packed", "per_file", "sharded")
 SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
@@ -55,8 +55,8 @@ def whole(root: Path, layout: str, request: str, rows: int = 4) -> bool:
 class Once:
     """Fails the n-th call of one kind, once."""
 
-    def __init__(self, call: str, number: int, error: int):
-        self.call, self.left, self.error, self.fired = call, number, error, False
+    def __init__(self, call: str, skip: int, error: int):
+        self.call, self.left, self.error, self.fired = call, skip, error, False
         self.armed = False
 
     def __call__(self, call: str, path: str) -> int | None:
@@ -88,9 +88,9 @@ class Once:
 def test_one_failure_anywhere(quick_path, layout, call, error):
     """Fail the first, second, third... call of a kind: the request fails or is complete; others are unaffected."""
     fired, errors = 0, 0
-    for number in range(40):
-        root = quick_path / str(number)
-        fault = Once(call, number, error)
+    for skip in range(40):
+        root = quick_path / str(skip)
+        fault = Once(call, skip, error)
         disk = FaultyDisk(fault)
         options = FileOptions(root, default_layout=layout, coalesce_max_bytes=0, num_shards=1)
         with CaptureWriter(options, disk) as files:
@@ -113,7 +113,7 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
             assert during.error and not entries_of(root, layout, "during"), (
                 "nothing of a failed capture is visible"
             )
-        assert disk.synced_after_failure == [], "a descriptor whose sync failed is not asked again"
+        assert disk.synced_after_failure == [], "a descriptor whose sync failed is not synced again"
         report = repair(root, SoftDisk())
         assert not report.failed and whole(root, layout, "before") and whole(root, layout, "after")
         assert not list(root.rglob("*.journal")) and not list(root.rglob("*.tmp"))
@@ -126,7 +126,7 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
+def test_a_disk_that_is_full_for_a_while(quick_path, layout):
     full = [False]
     disk = FaultyDisk(
         lambda call, path: errno.ENOSPC if full[0] and call in ("open", "write", "mkdir") else None
@@ -136,31 +136,31 @@ def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
     ) as files:
         assert capture(files, "before").status == "ok"
         full[0] = True
-        for turn in range(5):
-            result = capture(files, f"lost{turn}")
+        for index in range(5):
+            result = capture(files, f"lost{index}")
             assert result.status == "error" and os.strerror(errno.ENOSPC) in result.error
         full[0] = False
-        for turn in range(5):
-            assert capture(files, f"kept{turn}").status == "ok"
+        for index in range(5):
+            assert capture(files, f"kept{index}").status == "ok"
     assert whole(quick_path, layout, "before") and all(
-        whole(quick_path, layout, f"kept{turn}") for turn in range(5)
+        whole(quick_path, layout, f"kept{index}") for index in range(5)
     )
-    assert not any(entries_of(quick_path, layout, f"lost{turn}") for turn in range(5))
+    assert not any(entries_of(quick_path, layout, f"lost{index}") for index in range(5))
     assert not list(quick_path.rglob("*.tmp")) and not list(quick_path.rglob("*.journal"))
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of one mebibyte, if the system allows it."""
-    place = tmp_path / "small"
-    place.mkdir()
+    directory = tmp_path / "small"
+    directory.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(directory)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs; the injected ENOSPC above covers the same path")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -207,7 +207,7 @@ def test_a_real_disk_that_is_read_only(small_disk):
     assert whole(root, "packed", "after")
 
 
-def test_a_root_that_cannot_be_made_is_refused_by_name(quick_path):
+def test_a_root_that_cannot_be_created_is_refused_by_name(quick_path):
     (quick_path / "file").write_text("x")
     with pytest.raises(CaptureWriteError, match=r"file.* cannot be written|cannot be written to .*file"):
         CaptureWriter(FileOptions(quick_path / "file" / "root"))
@@ -221,7 +221,7 @@ def test_short_writes_are_continued(quick_path, layout, short):
     assert whole(quick_path, layout, "a", 8)
 
 
-def test_a_system_that_takes_nothing_is_an_error_not_a_loop(quick_path):
+def test_writes_of_zero_bytes_are_an_error_not_a_loop(quick_path):
     class Deaf(SoftDisk):
         deaf = False
 
@@ -238,7 +238,7 @@ def test_a_system_that_takes_nothing_is_an_error_not_a_loop(quick_path):
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path, marked):
-    """The shard is put aside and copied: earlier requests stay, waiting ones are told, the next goes elsewhere."""
+    """The shard is put aside and copied: earlier requests stay, waiting ones fail, the next uses another shard."""
     fault = Once("fsync", 0, errno.EIO)
 
     def no_mark(call: str, path: str) -> int | None:  # writing the mark for a later repair may fail too
@@ -246,25 +246,25 @@ def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path,
 
     disk = FaultyDisk(fault if marked else no_mark)
     with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), disk) as files:
-        for turn in range(3):
-            assert capture(files, f"early{turn}").status == "ok"
+        for index in range(3):
+            assert capture(files, f"early{index}").status == "ok"
         (payload,) = quick_path.rglob("*.bin.tmp")
         inode = payload.stat().st_ino
-        kept = os.open(payload, os.O_RDONLY)  # so that its sequence number is not reused
+        descriptor = os.open(payload, os.O_RDONLY)  # so that its inode number is not reused
         fault.armed = True
         assert capture(files, "lost").status == "error"
         assert capture(files, "late").status == "ok"
-    os.close(kept)
+    os.close(descriptor)
     assert disk.synced_after_failure == []
-    found = read_sharded(quick_path / "run")
-    assert set(found) == {"early0", "early1", "early2", "late"}
-    for request in found:
+    requests = read_sharded(quick_path / "run")
+    assert set(requests) == {"early0", "early1", "early2", "late"}
+    for request in requests:
         assert whole(quick_path, "sharded", request)
     first = quick_path / "run/shard-000-000000.bin"
     assert first.stat().st_ino != inode, "its pages may exist in memory only, so they are written anew"
 
 
-def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_path):
+def test_a_request_that_lost_a_shard_is_not_marked_complete_by_a_later_shard(quick_path):
     """Its rows were in a shard whose sync fails, its end in the next one, and both wait for the same round."""
     gate = threading.Event()
     gate.set()
@@ -287,8 +287,8 @@ def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_pat
         future = files.finish(CaptureFinish("a"))
         gate.set()
         assert future.result(30).status == "error"
-    told = [json.loads(path.read_text())["requests"] for path in quick_path.rglob("shard-*.json")]
-    assert told and not any(requests.get("a", {}).get("complete") for requests in told)
+    listed = [json.loads(path.read_text())["requests"] for path in quick_path.rglob("shard-*.json")]
+    assert listed and not any(requests.get("a", {}).get("complete") for requests in listed)
     entries = read_sharded(quick_path / "run").get("a", {})
     assert all(entry.meta["complete"] is False for entry in entries.values())
 
@@ -356,10 +356,10 @@ def test_no_descriptor_or_thread_is_left_behind(quick_path, layout):
         return len(os.listdir("/proc/self/fd"))
 
     before, threads = descriptors(), threading.active_count()
-    for turn in range(3):
-        fault = Once("write", 2 + turn, errno.EIO)
+    for index in range(3):
+        fault = Once("write", 2 + index, errno.EIO)
         with CaptureWriter(
-            FileOptions(quick_path / str(turn), default_layout=layout, num_shards=2), FaultyDisk(fault)
+            FileOptions(quick_path / str(index), default_layout=layout, num_shards=2), FaultyDisk(fault)
         ) as files:
             capture(files, "a")
             fault.armed = True
@@ -370,12 +370,12 @@ def test_no_descriptor_or_thread_is_left_behind(quick_path, layout):
 
 def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
     """Times are recorded and never compared."""
-    for turn, now in enumerate((2e9, 1e9, 0.0)):
+    for index, now in enumerate((2e9, 1e9, 0.0)):
         monkeypatch.setattr(time, "gmtime", lambda seconds=None, now=now: time.localtime(now))
         with CaptureWriter(
             FileOptions(quick_path, default_layout="sharded", num_shards=1), SoftDisk()
         ) as files:
-            assert capture(files, f"r{turn}").status == "ok"
+            assert capture(files, f"r{index}").status == "ok"
     assert set(read_sharded(quick_path / "run")) == {"r0", "r1", "r2"}
 
 
@@ -386,9 +386,9 @@ def test_a_failing_disk_never_reaches_the_engine(quick_path):
     memory = RecordingConsumer()
     consumers = {"files": FilesystemConsumer(str(quick_path), disk, coalesce_max_bytes=0), "memory": memory}
     with Dispatcher(consumers) as dispatcher:
-        for turn in range(6):
-            bad[0] = turn in (2, 3)
-            name = f"r{turn}"
+        for index in range(6):
+            bad[0] = index in (2, 3)
+            name = f"r{index}"
             dispatcher.begin({kind: CaptureRequest(name, name, "run") for kind in consumers})
             dispatcher.submit(chunk(name, "post_attn", 0, 0, 4))
             dispatcher.finish(name, "stop", 4)

@@ -20,7 +20,7 @@ from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureWriteError, OptionError
 from tests.capture import foreign
 from tests.capture.disks import SlowDisk, SoftDisk
-from tests.capture.made import SHAPES, assert_is_prefix, bits, chunk, same_bits
+from tests.capture.sample_chunks import SHAPES, assert_is_prefix, bits, chunk, same_bits
 
 LAYOUTS = ("per_file", "packed", "sharded")
 SITES = [
@@ -82,24 +82,26 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
         capture(files, "a", 9, sites, step=1)
         assert finished(files, "a").status == "ok"
     directory = quick_path / "run" / "a"
-    ours = read_packed(directory)
-    assert {entry.dtype for entry in ours.values()} == {"bfloat16", "float32"}
-    for entry in ours.values():
+    expected = read_packed(directory)
+    assert {entry.dtype for entry in expected.values()} == {"bfloat16", "float32"}
+    for entry in expected.values():
         assert_is_prefix(entry, "a", 9)
     index = json.loads((directory / "packed.json").read_text())
     assert len(index["entries"]) > len(sites), "several entries per site, or joining is not tested"
     old = {name: index[name] for name in ("request_id", "layout", "dtype")}
     base = ("layer", "hook", "offset", "nbytes", "shape")
-    for kept in (("dtype", "row_shape", "positions"), ("dtype", "row_shape"), ("dtype",)):
+    for fields in (("dtype", "row_shape", "positions"), ("dtype", "row_shape"), ("dtype",)):
         old["entries"] = [
-            {name: entry[name] for name in (*base, *kept) if name in entry} for entry in index["entries"]
+            {name: entry[name] for name in (*base, *fields) if name in entry} for entry in index["entries"]
         ]
         (directory / "packed.json").write_text(json.dumps(old))
         for address, entry in read_packed(directory).items():
-            flat = entry.array if "row_shape" in kept else entry.array.reshape(ours[address].array.shape)
-            assert entry.array.ndim == (3 if "row_shape" in kept else 2)
-            assert same_bits(flat, ours[address].array) and entry.dtype == ours[address].dtype
-            assert entry.positions == (ours[address].positions if "positions" in kept else None)
+            flat = (
+                entry.array if "row_shape" in fields else entry.array.reshape(expected[address].array.shape)
+            )
+            assert entry.array.ndim == (3 if "row_shape" in fields else 2)
+            assert same_bits(flat, expected[address].array) and entry.dtype == expected[address].dtype
+            assert entry.positions == (expected[address].positions if "positions" in fields else None)
             assert entry.token_ids is None and entry.phases is None and entry.axes is None
     # One dtype for the whole file, as in files from before mixed widths.
     old["entries"] = [
@@ -108,7 +110,9 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
     old["dtype"] = "bfloat16"
     (directory / "packed.json").write_text(json.dumps(old))
     (entry,) = read_packed(directory).values()
-    assert entry.dtype == "bfloat16" and same_bits(entry.array.reshape(-1, 4, 6), ours[3, entry.hook].array)
+    assert entry.dtype == "bfloat16" and same_bits(
+        entry.array.reshape(-1, 4, 6), expected[3, entry.hook].array
+    )
 
 
 def test_a_per_file_sidecar_without_dtype_is_float32(quick_path):
@@ -130,26 +134,26 @@ def test_a_reader_of_the_old_format_reads_our_files(quick_path, layout):
         for request in ("a", "b", "c"):
             assert finished(files, request).status == "ok"
     if layout == "sharded":
-        found = foreign.sharded(quick_path / "run")
+        entries_read = foreign.sharded(quick_path / "run")
         assert len(list(quick_path.rglob("shard-*.bin"))) > 2, (
             "shards must have rotated for this to test joining"
         )
     elif layout == "packed":
-        found = {
+        entries_read = {
             key: value for name in "abc" for key, value in foreign.packed(quick_path / "run" / name).items()
         }
     else:
-        found = {}
+        entries_read = {}
         for payload in quick_path.rglob("*.bin"):
             (layer, hook), rows, positions = foreign.per_file(payload)
-            found[payload.parent.name, layer, hook] = (rows, positions)
-    assert set(found) == {(request, layer, hook) for request in "abc" for hook, layer in SITES}
-    for (request, layer, hook), (rows, positions) in found.items():
+            entries_read[payload.parent.name, layer, hook] = (rows, positions)
+    assert set(entries_read) == {(request, layer, hook) for request in "abc" for hook, layer in SITES}
+    for (request, layer, hook), (rows, positions) in entries_read.items():
         assert same_bits(rows, bits(request, hook, layer, 0, 11).reshape(11, *SHAPES[hook][1]))
         assert positions == list(range(11))
 
 
-def test_the_sidecar_says_what_the_format_promises(quick_path):
+def test_the_sidecar_has_the_fields_of_the_format(quick_path):
     with writer(quick_path) as files:
         meta = {"model": "nano", "steering_hash": "ab12", "capture_point": "before"}
         files.begin(CaptureRequest("key", "probe/1", "my tag", meta=meta))
@@ -230,13 +234,13 @@ def test_a_long_capture_waits_longer_between_entries(quick_path):
     """Readers accept a million entries of a file; halfway there, sixteen times as many rows go into each."""
     header = {"layout": "packed", "request_id": "a", "tag": "run", "replace": False}
     sizes = {}
-    for place in (0, MAX_ENTRIES // 2):
-        directory = quick_path / str(place)
+    for num_entries in (0, MAX_ENTRIES // 2):
+        directory = quick_path / str(num_entries)
         directory.mkdir()
         file = OpenFile(
             SoftDisk(),
             str(quick_path),
-            str(place),
+            str(num_entries),
             "packed",
             header,
             sync=True,
@@ -244,18 +248,18 @@ def test_a_long_capture_waits_longer_between_entries(quick_path):
             coalesce_bytes=20_000,
             fd_cache_size=4,
         )
-        file.num_entries = place
+        file.num_entries = num_entries
         state = RequestState(CaptureRequest("a", "a", "run"), "packed")
         for start in range(2000):
             file.append(state, chunk("a", "post_attn", 0, start, 1))
         file.flush()
-        sizes[place] = 2000 / (file.num_entries - place)
+        sizes[num_entries] = 2000 / (file.num_entries - num_entries)
         file.close()
     assert sizes[MAX_ENTRIES // 2] > 10 * sizes[0] > 100
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
+def test_rows_of_no_token_have_no_labels(quick_path, layout):
     mean = Chunk(
         "a", "run", "post_attn", 1, bits("a", "post_attn", 1, 0, 1), "bfloat16", (8,), None, None, None
     )
@@ -267,7 +271,7 @@ def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_labelled_and_unlabelled_rows_of_one_site_are_told_apart(quick_path, layout):
+def test_labelled_and_unlabelled_rows_of_one_site_are_separate_entries(quick_path, layout):
     """Consecutive rows of different kinds become two entries, and no label is put on a wrong row."""
     with writer(quick_path, default_layout=layout) as files:
         files.append(chunk("a", "post_attn", 1, 0, 2))
@@ -356,9 +360,9 @@ def test_the_next_run_continues_the_numbers_of_the_shards(quick_path):
 def test_open_shards_are_limited(quick_path):
     disk = SoftDisk()
     with CaptureWriter(FileOptions(quick_path, default_layout="sharded", fd_cache_size=6), disk) as files:
-        for number in range(12):
-            capture(files, f"r{number}", 3, SITES[:1], tag=f"tag{number}")
-            finished(files, f"r{number}")
+        for index in range(12):
+            capture(files, f"r{index}", 3, SITES[:1], tag=f"tag{index}")
+            finished(files, f"r{index}")
             assert len(list(quick_path.rglob("*.journal"))) <= 4
     assert len(list(quick_path.rglob("shard-*.json"))) == 12
 
@@ -408,7 +412,7 @@ def test_without_atomic_publishing_the_sidecar_still_comes_last(quick_path, layo
         assert_is_prefix(entry, "a", 7)
 
 
-def test_a_result_admits_that_nothing_was_synced(quick_path):
+def test_a_result_reports_that_nothing_was_synced(quick_path):
     disk = SoftDisk()
     with CaptureWriter(FileOptions(quick_path, fsync=False), disk) as files:
         capture(files, "a")
@@ -423,9 +427,9 @@ def test_requests_that_end_together_share_their_syncs(quick_path):
         capture(files, "first", 2, SITES[:1])
         finished(files, "first")
         before, rounds = disk.calls["fsync"], files.rounds
-        for number in range(count):
-            capture(files, f"r{number}", 2, SITES[:1])
-        futures = [files.finish(CaptureFinish(f"r{number}")) for number in range(count)]
+        for index in range(count):
+            capture(files, f"r{index}", 2, SITES[:1])
+        futures = [files.finish(CaptureFinish(f"r{index}")) for index in range(count)]
         assert all(future.result(30).status == "ok" for future in futures)
         assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, (
             "two syncs a round, three rounds"
@@ -433,33 +437,33 @@ def test_requests_that_end_together_share_their_syncs(quick_path):
 
 
 def test_requests_from_several_threads(quick_path):
-    def work(number: int) -> None:
-        for turn in range(5):
-            request = f"r{number}-{turn}"
-            files.begin(CaptureRequest(request, request, "run", layout=LAYOUTS[turn % 3]))
+    def work(worker: int) -> None:
+        for round_index in range(5):
+            request = f"r{worker}-{round_index}"
+            files.begin(CaptureRequest(request, request, "run", layout=LAYOUTS[round_index % 3]))
             capture(files, request, 6)
             results[request] = finished(files, request)
 
     results: dict = {}
     with writer(quick_path, num_shards=2, shard_max_bytes=2000, coalesce_max_bytes=400) as files:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert len(results) == 30 and all(result.status == "ok" for result in results.values())
     sharded = read_sharded(quick_path / "run")
-    for number in range(6):
-        for turn in range(5):
-            request = f"r{number}-{turn}"
-            entries = sharded[request] if turn % 3 == 2 else read_request(quick_path / "run" / request)
+    for worker in range(6):
+        for round_index in range(5):
+            request = f"r{worker}-{round_index}"
+            entries = sharded[request] if round_index % 3 == 2 else read_request(quick_path / "run" / request)
             assert len(entries) == len(SITES)
             for entry in entries.values():
                 assert_is_prefix(entry, request, 6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_closing_keeps_what_has_not_finished_and_says_so(quick_path, layout):
+def test_closing_keeps_unfinished_captures_and_reports_them(quick_path, layout):
     files = writer(quick_path, default_layout=layout)
     capture(files, "a", 5)
     files.close()
@@ -470,7 +474,7 @@ def test_closing_keeps_what_has_not_finished_and_says_so(quick_path, layout):
         files.begin(CaptureRequest("b", "b", "run"))
 
 
-def test_a_bad_chunk_costs_its_own_rows_only(quick_path):
+def test_a_bad_chunk_loses_its_own_rows_only(quick_path):
     with writer(quick_path) as files:
         files.append(chunk("a", "post_attn", 0, 0, 2))
         bad = chunk("a", "mlp_out", 0, 0, 2)
@@ -484,7 +488,7 @@ def test_a_bad_chunk_costs_its_own_rows_only(quick_path):
 @pytest.mark.parametrize(
     ("facts", "word"), [({"x": float("nan")}, "JSON"), ({"x": object()}, "JSON"), ({"entries": 1}, "entries")]
 )
-def test_facts_that_cannot_stand_in_a_sidecar_fail_their_request_only(quick_path, facts, word):
+def test_metadata_that_a_sidecar_cannot_hold_fails_its_request_only(quick_path, facts, word):
     with writer(quick_path, default_layout="sharded") as files:
         files.begin(CaptureRequest("a", "a", "run", meta=facts))
         capture(files, "a")

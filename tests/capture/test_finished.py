@@ -11,7 +11,7 @@ from birkhoff.capture.store.finished import forget, survey
 from birkhoff.capture.store.reader import read_request, read_sharded
 from birkhoff.capture.store.repair import repair
 from birkhoff.capture.store.writer import CaptureWriter
-from tests.capture.made import assert_is_prefix, chunk
+from tests.capture.sample_chunks import assert_is_prefix, chunk
 
 ENDS = {"whole": "length", "stopped": "stop", "cancelled": "cancelled", "failed": "error", "open": None}
 
@@ -43,17 +43,17 @@ def read_all(root, layout: str):
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
 def test_only_requests_that_ended_well_are_finished_and_the_others_can_be_written_again(tmp_path, layout):
     write(tmp_path, layout)
-    found = survey(tmp_path / "run")
-    assert sorted(found.finished) == ["stopped", "whole"] and found.unfinished == [
+    result = survey(tmp_path / "run")
+    assert sorted(result.finished) == ["stopped", "whole"] and result.unfinished == [
         "cancelled",
         "failed",
         "open",
     ]
-    assert {(p.rows, p.nbytes) for p in found.finished.values()} == {(24, 12 * 16 + 12 * 64)}
-    forget(tmp_path / "run", found.unfinished)
-    kept = read_all(tmp_path, layout)
-    assert sorted(kept) == ["stopped", "whole"]
-    for name, entries in kept.items():
+    assert {(p.rows, p.nbytes) for p in result.finished.values()} == {(24, 12 * 16 + 12 * 64)}
+    forget(tmp_path / "run", result.unfinished)
+    remaining = read_all(tmp_path, layout)
+    assert sorted(remaining) == ["stopped", "whole"]
+    for name, entries in remaining.items():
         assert len(entries) == 2
         for entry in entries.values():
             assert_is_prefix(entry, name, 12)
@@ -102,15 +102,15 @@ class FailingDisk(Disk):
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
-def test_forgetting_may_be_cut_anywhere(tmp_path, layout):
+def test_forgetting_may_be_interrupted_anywhere(tmp_path, layout):
     cuts = 0
     while True:
         root = tmp_path / str(cuts)
         write(root, layout, names=["whole", "open", "cancelled"], shard_max_bytes=3000)
-        wanted = survey(root / "run").unfinished
-        assert wanted == ["cancelled", "open"]
+        unfinished = survey(root / "run").unfinished
+        assert unfinished == ["cancelled", "open"]
         try:
-            forget(root / "run", wanted, FailingDisk(cuts))
+            forget(root / "run", unfinished, FailingDisk(cuts))
         except Cut:
             cuts += 1
             repair(root)
@@ -122,11 +122,13 @@ def test_forgetting_may_be_cut_anywhere(tmp_path, layout):
         else:
             break
         finally:
-            kept = read_all(root, layout)
-            assert list(kept) == ["whole"] and all(len(entry) == 12 for entry in kept["whole"].values())
+            remaining = read_all(root, layout)
+            assert list(remaining) == ["whole"] and all(
+                len(entry) == 12 for entry in remaining["whole"].values()
+            )
     assert cuts >= 3
 
 
-def test_a_directory_that_is_not_there_holds_nothing(tmp_path):
+def test_a_missing_directory_holds_nothing(tmp_path):
     assert survey(tmp_path / "nowhere").requests == {}
     forget(tmp_path / "nowhere", [])

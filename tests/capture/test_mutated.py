@@ -16,7 +16,7 @@ from birkhoff.capture.store.reader import iter_rows, read_packed, read_per_file,
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import SHAPES, bits, chunk
+from tests.capture.sample_chunks import SHAPES, bits, chunk
 from tests.sizes import scaled
 
 SITES = [("mhc_streams_pre_attn", 0), ("mhc_attn_res_mix", 1), ("mlp_in", 2), ("post_attn", 3)]
@@ -76,23 +76,23 @@ def read(directory: Path, layout: str) -> dict:
 
 def mutated_json(document, chance: random.Random):
     """The same document with one change: a value, a key, a list, or a nesting."""
-    places = []
+    slots = []
 
     def walk(node):
         if isinstance(node, (dict, list)):
             for key in node if isinstance(node, dict) else range(len(node)):
-                places.append((node, key))
+                slots.append((node, key))
                 walk(node[key])
 
     walk(document)
     for _ in range(chance.randint(1, 3)):
-        node, key = chance.choice(places)
-        what = chance.random()
-        if what < 0.55:
+        node, key = chance.choice(slots)
+        choice = chance.random()
+        if choice < 0.55:
             node[key] = chance.choice(NUMBERS + WORDS)
-        elif what < 0.7 and isinstance(node, dict):
+        elif choice < 0.7 and isinstance(node, dict):
             node.pop(key, None)
-        elif what < 0.8 and isinstance(node, dict):
+        elif choice < 0.8 and isinstance(node, dict):
             node[chance.choice(["entries", "dtype", "layout", "shape", "scale", "extra"])] = chance.choice(
                 NUMBERS
             )
@@ -106,8 +106,8 @@ def mutated_json(document, chance: random.Random):
 def mutated_bytes(raw: bytes, chance: random.Random) -> bytes:
     data = bytearray(raw)
     for _ in range(chance.randint(1, 8)):
-        place, length = chance.randrange(len(data) + 1), chance.choice([0, 1, 1, 4, 40])
-        data[place : place + length] = chance.randbytes(chance.choice([0, 1, 1, 4, 40]))
+        offset, length = chance.randrange(len(data) + 1), chance.choice([0, 1, 1, 4, 40])
+        data[offset : offset + length] = chance.randbytes(chance.choice([0, 1, 1, 4, 40]))
     return bytes(data[: chance.randrange(len(data) + 1)]) if chance.random() < 0.2 else bytes(data)
 
 
@@ -133,9 +133,9 @@ def test_mutated_sidecars_and_payloads(captures, layout):
             tracemalloc.reset_peak()
             started = time.process_time()
             try:
-                found = read(captures, layout)
+                captures_read = read(captures, layout)
                 accepted += 1
-                check_rows(found, layout)
+                check_rows(captures_read, layout)
             except CaptureFileError as error:
                 refused += 1
                 assert len(str(error)) < 2000
@@ -150,9 +150,9 @@ def test_mutated_sidecars_and_payloads(captures, layout):
     assert refused > scaled(1000, 100) and slowest < 0.2 and most < 64 << 20
 
 
-def check_rows(found: dict, layout: str) -> None:
+def check_rows(captures_read: dict, layout: str) -> None:
     """Rows that were read are rows that were written, unless a label or view was changed on purpose."""
-    for entries in found.values():
+    for entries in captures_read.values():
         for (hook, layer), entry in entries.items():
             known = [(h, n) for h, n in SITES if entry.dtype == SHAPES[h][0]]
             if (hook, layer) in known and entry.positions == list(range(len(entry.array))):
@@ -203,7 +203,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_each_way_of_being_wrong_has_its_own_message(quick_path, name):
+def test_each_kind_of_error_has_its_own_message(quick_path, name):
     document, word = BAD[name]
     (quick_path / "packed.bin").write_bytes(bytes(range(32)))
     (quick_path / "packed.json").write_text(json.dumps(document))
@@ -224,7 +224,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_is_not_json_is_refused(quick_path, name):
+def test_invalid_json_is_refused(quick_path, name):
     (quick_path / "packed.bin").write_bytes(b"")
     (quick_path / "packed.json").write_bytes(RAW[name])
     with pytest.raises(CaptureFileError, match="sidecar"):
@@ -255,7 +255,7 @@ def test_entries_that_share_bytes_cannot_ask_for_more_than_the_file(quick_path):
     assert peak < 64 << 20
 
 
-def test_too_many_entries_are_refused_before_they_are_looked_at(quick_path):
+def test_too_many_entries_are_refused_before_they_are_parsed(quick_path):
     (quick_path / "packed.bin").write_bytes(b"")
     with open(quick_path / "packed.json", "w") as file:
         file.write('{"dtype": "float32", "entries": [' + "0," * (1 << 20) + "0]}")

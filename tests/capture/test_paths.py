@@ -18,18 +18,18 @@ from birkhoff.capture.store.reader import read_request, read_sharded
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureWriteError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import bits, chunk, same_bits
+from tests.capture.sample_chunks import bits, chunk, same_bits
 
 
 def write(root: Path, request: str, tag: str = "run", key: str | None = None, files=None, **options):
     """Capture two rows that only `key` could have made. Returns the result."""
     key = key or request
-    own = files or CaptureWriter(FileOptions(root, **options), SoftDisk())
-    own.begin(CaptureRequest(key, request, tag))
-    own.append(chunk(key, "post_attn", 0, 0, 2))
-    result = own.finish(CaptureFinish(key, "stop")).result(30)
+    writer = files or CaptureWriter(FileOptions(root, **options), SoftDisk())
+    writer.begin(CaptureRequest(key, request, tag))
+    writer.append(chunk(key, "post_attn", 0, 0, 2))
+    result = writer.finish(CaptureFinish(key, "stop")).result(30)
     if files is None:
-        own.close()
+        writer.close()
     return result
 
 
@@ -46,14 +46,14 @@ def test_a_slug_is_a_safe_file_name(text):
 
 
 @given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,80}", fullmatch=True))
-def test_a_safe_name_stays_itself(text):
+def test_a_safe_name_is_unchanged(text):
     assert slug(text) == text or text.startswith("shard-")
 
 
 def test_shards_are_used_evenly():
     counts = [0] * 8
-    for number in range(4000):
-        counts[shard_index(f"request-{number}", 8)] += 1
+    for index in range(4000):
+        counts[shard_index(f"request-{index}", 8)] += 1
     assert min(counts) > 350
 
 
@@ -86,9 +86,9 @@ TRICKS = [
 def test_no_name_leads_out_of_the_root(quick_path, layout):
     root = quick_path / "root"
     with CaptureWriter(FileOptions(root, default_layout=layout), SoftDisk()) as files:
-        for number, trick in enumerate(TRICKS):
-            assert write(root, trick, trick, f"k{number}", files).status == "ok", trick
-            assert write(root, trick, "run", f"l{number}", files).status == "ok", trick
+        for index, trick in enumerate(TRICKS):
+            assert write(root, trick, trick, f"k{index}", files).status == "ok", trick
+            assert write(root, trick, "run", f"l{index}", files).status == "ok", trick
     assert os.listdir(quick_path) == ["root"]
     for path in root.rglob("*"):
         assert re.fullmatch(r"[A-Za-z0-9_.-]+", path.name) and len(path.name) < 256
@@ -108,8 +108,8 @@ def test_ids_that_look_alike_do_not_share_a_directory(quick_path):
     assert first.id == "run/a_b" and re.fullmatch(r"run/a_b-[0-9a-f]{8}", second.id)
     assert other_tag.id == "ru_n/a_b" and re.fullmatch(r"ru_n-[0-9a-f]{8}/a_b", same_tag_slug.id)
     assert len({result.id for result in results}) == 5
-    for number, result in enumerate(results, 1):
-        assert holds(quick_path / result.id, str(number))
+    for index, result in enumerate(results, 1):
+        assert holds(quick_path / result.id, str(index))
     ids = [
         json.loads((quick_path / result.id / "packed.json").read_text())["request_id"] for result in results
     ]
@@ -134,9 +134,9 @@ def test_a_used_id_is_refused_by_default(quick_path):
 
 
 def test_suffixes_count_up(quick_path):
-    ids = [write(quick_path, "a", key=str(turn), on_collision="suffix").id for turn in range(4)]
+    ids = [write(quick_path, "a", key=str(index), on_collision="suffix").id for index in range(4)]
     assert ids == ["run/a", "run/a-1", "run/a-2", "run/a-3"]
-    assert all(holds(quick_path / name, str(turn)) for turn, name in enumerate(ids))
+    assert all(holds(quick_path / name, str(index)) for index, name in enumerate(ids))
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -155,7 +155,7 @@ def test_overwriting_replaces_the_whole_capture(quick_path, before, after, atomi
     assert sorted(os.listdir(quick_path / "run/a")) == [f"{stem}.bin", f"{stem}.json"]
 
 
-def test_overwriting_keeps_the_old_capture_until_the_new_one_is_whole(quick_path):
+def test_overwriting_keeps_the_old_capture_until_the_new_one_is_complete(quick_path):
     write(quick_path, "a", key="1")
     files = CaptureWriter(FileOptions(quick_path, on_collision="overwrite", coalesce_max_bytes=0), SoftDisk())
     files.begin(CaptureRequest("2", "a", "run"))
@@ -173,9 +173,9 @@ def test_shards_refuse_a_used_id_across_runs(quick_path):
         assert again.status == "error" and "already in the shards" in again.error
     third = write(quick_path, "a", key="3", on_collision="suffix", **options)
     assert third.status == "ok" and third.id == "run/a-1"
-    found = read_sharded(quick_path / "run")
-    assert set(found) == {"a", "a-1"}
-    assert same_bits(found["a-1"]["post_attn", 0].array, bits("3", "post_attn", 0, 0, 2))
+    requests = read_sharded(quick_path / "run")
+    assert set(requests) == {"a", "a-1"}
+    assert same_bits(requests["a-1"]["post_attn", 0].array, bits("3", "post_attn", 0, 0, 2))
 
 
 def test_links_planted_in_the_root_are_not_followed(quick_path):

@@ -15,8 +15,8 @@ from birkhoff.capture.store.sidecar import CaptureFile
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import assert_is_prefix, chunk
 from tests.capture.power import RecordingDisk, after_power_loss
+from tests.capture.sample_chunks import assert_is_prefix, chunk
 from tests.sizes import scaled
 
 SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
@@ -39,7 +39,7 @@ def record(root: Path, layout: str, seed: int) -> list:
     futures = []
     for batch in range(4):
         # With `overwrite` the same ids come again, as other captures: the key says which.
-        names = [f"r{number}" if layout != "sharded" else f"r{batch}-{number}" for number in range(3)]
+        names = [f"r{index}" if layout != "sharded" else f"r{batch}-{index}" for index in range(3)]
         keys = {name: f"{name}/{batch}" for name in names}
         for name, key in keys.items():
             files.begin(CaptureRequest(key, name, "run", meta={"key": key}))
@@ -59,7 +59,7 @@ def record(root: Path, layout: str, seed: int) -> list:
     return disk.log
 
 
-def found(root: Path, layout: str) -> dict[str, dict]:
+def read_captures(root: Path, layout: str) -> dict[str, dict]:
     """Everything that can be read, by request id. A read error fails the test."""
     if not (root / "run").is_dir():
         return {}
@@ -74,8 +74,8 @@ def found(root: Path, layout: str) -> dict[str, dict]:
 
 def check(root: Path, layout: str, log: list) -> int:
     """Compare a repaired root with the log of calls. Returns the number of requests found."""
-    acknowledged = {what[1]: what[2] for what in log if what[0] == "ack"}
-    captures = found(root, layout)
+    acknowledged = {event[1]: event[2] for event in log if event[0] == "ack"}
+    captures = read_captures(root, layout)
     for name, entries in captures.items():
         for entry in entries.values():
             key = entry.meta["key"]
@@ -86,7 +86,7 @@ def check(root: Path, layout: str, log: list) -> int:
         assert name in captures, f"{name} was acknowledged and is gone"
         entries = captures[name]
         assert set(entries) == set(SITES)
-        finishing = {what[2] for what in log if what[0] == "finishing" and what[1] == name}
+        finishing = {event[2] for event in log if event[0] == "finishing" and event[1] == name}
         for entry in entries.values():
             # A later capture of the same id may have replaced it, but only a complete one that had finished.
             assert entry.meta["key"] == key or entry.meta["key"] in finishing
@@ -120,7 +120,7 @@ def test_power_loss_at_any_instant(quick_path, layout):
         report = repair(root, SoftDisk())
         assert not report.failed
         recovered += check(root, layout, log[:cut])
-        acknowledged += sum(what[0] == "ack" for what in log[:cut])
+        acknowledged += sum(event[0] == "ack" for event in log[:cut])
         assert not list(root.rglob("*.journal")) and not list(root.rglob("*.tmp"))
         before = tree(root)
         again = repair(root, SoftDisk())
@@ -135,7 +135,9 @@ def test_power_loss_at_any_instant(quick_path, layout):
 
 def test_the_model_of_power_loss_loses_what_was_not_synced(quick_path):
     """The same run without syncing must fail the check; otherwise the test above could not fail."""
-    log = [what for what in record(quick_path / "life", "packed", 0) if what[0] not in ("fsync", "syncdir")]
+    log = [
+        event for event in record(quick_path / "life", "packed", 0) if event[0] not in ("fsync", "syncdir")
+    ]
     bad = 0
     for point in range(30):
         chance = random.Random(point)
@@ -156,18 +158,18 @@ def test_each_kind_of_sync_is_needed(quick_path, missing):
     bad = 0
     for seed in range(6):
         log = record(quick_path / f"life{seed}", layout, seed)
-        inodes = {what[2]: what[1] for what in log if what[0] == "create"}
+        inodes = {event[2]: event[1] for event in log if event[0] == "create"}
         endings = {"payload": ".bin.tmp", "journal": ".journal", "sidecar": ".json.tmp"}
 
-        def left_out(what: tuple, inodes=inodes, endings=endings) -> bool:
+        def left_out(event: tuple, inodes=inodes, endings=endings) -> bool:
             kind, _, ending = missing.partition(" ")
-            return what[0] == kind and (kind == "syncdir" or inodes[what[1]].endswith(endings[ending]))
+            return event[0] == kind and (kind == "syncdir" or inodes[event[1]].endswith(endings[ending]))
 
-        kept = [what for what in log if not left_out(what)]
-        assert len(kept) < len(log)
+        reduced_log = [event for event in log if not left_out(event)]
+        assert len(reduced_log) < len(log)
         for point in range(25):
             chance = random.Random(f"{seed}/{point}")
-            part = kept[: chance.randint(1, len(kept))]
+            part = reduced_log[: chance.randint(1, len(reduced_log))]
             root = quick_path / f"crash{seed}-{point}"
             after_power_loss(part, chance, root)
             try:

@@ -19,22 +19,26 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_matrix_is_copied_and_comes_back_as_float32():
-    held, given = Projections(V4), draw(D, 3).double()
-    held["probe"] = given
-    before = given.float()
-    given.zero_()
-    assert torch.equal(held["probe"], before)
-    held["probe"].zero_()
-    assert torch.equal(held["probe"], before)  # what is handed out is a copy too
-    held["probe"] = before.numpy()
-    held["other"] = before.tolist()
-    assert dict(held.shapes) == {"probe": (D, 3), "other": (D, 3)} and len(held) == 2 and "other" in held
-    del held["other"]
-    assert list(held) == ["probe"]
+    projections, matrix = Projections(V4), draw(D, 3).double()
+    projections["probe"] = matrix
+    before = matrix.float()
+    matrix.zero_()
+    assert torch.equal(projections["probe"], before)
+    projections["probe"].zero_()
+    assert torch.equal(projections["probe"], before)  # the returned matrix is a copy as well
+    projections["probe"] = before.numpy()
+    projections["other"] = before.tolist()
+    assert (
+        dict(projections.shapes) == {"probe": (D, 3), "other": (D, 3)}
+        and len(projections) == 2
+        and "other" in projections
+    )
+    del projections["other"]
+    assert list(projections) == ["probe"]
 
 
-@pytest.mark.parametrize("width", [D, *(kept * D for kept in range(1, M + 1)), M, 1, M * M])
-def test_every_width_that_a_row_can_have_is_taken(width):
+@pytest.mark.parametrize("width", [D, *(streams * D for streams in range(1, M + 1)), M, 1, M * M])
+def test_every_width_of_a_row_is_accepted(width):
     Projections(V4)["w"] = torch.ones(width, 2)
 
 
@@ -55,39 +59,39 @@ def test_every_width_that_a_row_can_have_is_taken(width):
         ("p", np.array([["a"]]), "not a matrix of numbers"),
     ],
 )
-def test_what_no_row_could_use_is_refused(name, matrix, words):
-    held = Projections(V4)
+def test_matrices_that_fit_no_row_are_refused(name, matrix, words):
+    projections = Projections(V4)
     with pytest.raises(OptionError, match=words):
-        held[name] = matrix
-    assert not len(held)
+        projections[name] = matrix
+    assert not len(projections)
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are():
-    held = Projections(PLAIN)
-    held["here"] = torch.ones(32, 1)
-    for use in (held.find, held.__getitem__, held.__delitem__):
+def test_an_unknown_name_is_reported_with_the_known_ones():
+    projections = Projections(PLAIN)
+    projections["here"] = torch.ones(32, 1)
+    for use in (projections.find, projections.__getitem__, projections.__delitem__):
         with pytest.raises(OptionError, match=r"no projection is called 'gone'\. Registered: here"):
             use("gone")
 
 
-def test_the_digest_knows_numbers_and_shape():
-    held = Projections(build_hook_schema(4, "float32", 2, None, None))
+def test_the_digest_covers_values_and_shape():
+    projections = Projections(build_hook_schema(4, "float32", 2, None, None))
     digests = []
     for matrix in (torch.zeros(4, 2), torch.zeros(8, 1), torch.zeros(4, 1), torch.eye(4)):
-        held["m"] = matrix
-        digests.append(held.find("m").digest)
-    held["again"] = torch.zeros(4, 2)
-    assert len(set(digests)) == 4 and held.find("again").digest == digests[0]
+        projections["m"] = matrix
+        digests.append(projections.find("m").digest)
+    projections["again"] = torch.zeros(4, 2)
+    assert len(set(digests)) == 4 and projections.find("again").digest == digests[0]
 
 
-def test_other_numbers_under_the_same_name_are_another_capture():
-    asked = {"memory": Capture({"mlp_out": [0]}, project="p")}
-    assert capture_hash(asked, {"p": "one"}) != capture_hash(asked, {"p": "two"})
+def test_other_values_under_the_same_name_are_another_capture():
+    captures = {"memory": Capture({"mlp_out": [0]}, project="p")}
+    assert capture_hash(captures, {"p": "one"}) != capture_hash(captures, {"p": "two"})
     plain = {"memory": Capture({"mlp_out": [0]})}
     assert capture_hash(plain, {"p": "one"}) == capture_hash(plain)
 
 
-def test_a_product_does_not_depend_on_the_rows_beside_it():
+def test_a_product_does_not_depend_on_other_rows():
     rows, matrix = draw(37, 4, 48), draw(192, 5, seed=1)
     whole = project(rows, matrix)
     for cut in (1, 2, 7, 36):

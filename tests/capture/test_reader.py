@@ -32,7 +32,7 @@ from birkhoff.capture.store.sidecar import CaptureFile
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureChecksum, CaptureFileError, OptionError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import assert_is_prefix, bits, chunk, same_bits
+from tests.capture.sample_chunks import assert_is_prefix, bits, chunk, same_bits
 from tests.sizes import scaled
 
 
@@ -78,7 +78,7 @@ def test_t_cap_5_against_the_definition(positions):
     latest = latest_per_position(entry)
     assert latest.positions == sorted(set(positions))
     for position, row in zip(latest.positions, latest.array):
-        last = max(place for place, other in enumerate(positions) if other == position)
+        last = max(index for index, other in enumerate(positions) if other == position)
         assert row.tolist() == entry.array[last].tolist()
 
 
@@ -118,29 +118,29 @@ def test_a_flipped_bit_is_found_named_and_left_out(quick_path):
     entries = json.loads((directory / "packed.json").read_text())["entries"]
     random = np.random.default_rng(0)
     for flip in range(scaled(10_000, 300)):
-        place = int(random.integers(len(clean))) if flip else len(clean) - 1
+        index = int(random.integers(len(clean))) if flip else len(clean) - 1
         dirty = bytearray(clean)
-        dirty[place] ^= 1 << int(random.integers(8))
+        dirty[index] ^= 1 << int(random.integers(8))
         payload.write_bytes(dirty)
-        hit = next(entry for entry in entries if entry["offset"] <= place < entry["offset"] + entry["nbytes"])
+        hit = next(entry for entry in entries if entry["offset"] <= index < entry["offset"] + entry["nbytes"])
         with pytest.raises(
             CaptureChecksum, match=rf"{hit['hook']}\[{hit['layer']}\], bytes {hit['offset']} to"
         ):
             read_packed(directory)
         damaged: list[CaptureFileError] = []
-        found = read_packed(directory, on_damage=damaged.append)
+        entries_read = read_packed(directory, on_damage=damaged.append)
         assert len(damaged) == 1
         lost = set(hit["positions"])
-        for (hook, layer), entry in found.items():
-            mine = (hook, layer) == (hit["hook"], hit["layer"])
-            assert entry.positions == [p for p in range(6) if not (mine and p in lost)]
+        for (hook, layer), entry in entries_read.items():
+            is_hit = (hook, layer) == (hit["hook"], hit["layer"])
+            assert entry.positions == [p for p in range(6) if not (is_hit and p in lost)]
             for row, position in zip(entry.array, entry.positions):
                 assert row.tobytes() == bits("a", hook, layer, position, 1).tobytes()
     payload.write_bytes(clean)
-    assert read_packed(directory, verify=True).keys() == found.keys()
+    assert read_packed(directory, verify=True).keys() == entries_read.keys()
 
 
-def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(quick_path):
+def test_a_flip_in_a_shard_or_a_file_loses_that_record_only(quick_path):
     for layout in ("sharded", "per_file"):
         directory = written(quick_path / layout, default_layout=layout)
         payload = next(directory.glob("*.bin")) if layout == "sharded" else directory / "0_post_attn.bin"
@@ -149,24 +149,26 @@ def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(quick_path):
         payload.write_bytes(raw)
         damaged: list[CaptureFileError] = []
         if layout == "sharded":
-            found = read_sharded(directory, on_damage=damaged.append)["a"]
-            assert found["post_attn", 0].positions == [2, 3, 4, 5]
+            entries_read = read_sharded(directory, on_damage=damaged.append)["a"]
+            assert entries_read["post_attn", 0].positions == [2, 3, 4, 5]
         else:
-            found = read_request(directory, on_damage=damaged.append)
-            assert set(found) == {("mhc_attn_res_mix", 1)}
-        assert_is_prefix(found["mhc_attn_res_mix", 1], "a", 6)
+            entries_read = read_request(directory, on_damage=damaged.append)
+            assert set(entries_read) == {("mhc_attn_res_mix", 1)}
+        assert_is_prefix(entries_read["mhc_attn_res_mix", 1], "a", 6)
         assert len(damaged) == 1 and "post_attn" in str(damaged[0])
 
 
-def test_parts_without_positions_leave_the_whole_without(quick_path):
+def test_one_part_without_positions_removes_positions_of_the_whole(quick_path):
     directory = written(quick_path)
     sidecar = directory / "packed.json"
     index = json.loads(sidecar.read_text())
     del index["entries"][2]["positions"]
     sidecar.write_text(json.dumps(index))
-    found = read_packed(directory)
-    assert found["post_attn", 0].positions is None and found["post_attn", 0].token_ids is not None
-    assert found["mhc_attn_res_mix", 1].positions == list(range(6))
+    entries_read = read_packed(directory)
+    assert (
+        entries_read["post_attn", 0].positions is None and entries_read["post_attn", 0].token_ids is not None
+    )
+    assert entries_read["mhc_attn_res_mix", 1].positions == list(range(6))
 
 
 def test_entries_are_joined_by_offset_whatever_their_order(quick_path):
@@ -193,14 +195,14 @@ def test_paths_may_be_a_directory_a_sidecar_or_a_payload(quick_path):
 @pytest.mark.parametrize(
     ("make", "word"), [(lambda d: None, "no finished capture"), (os.rmdir, "cannot be listed")]
 )
-def test_what_is_not_there_is_said(quick_path, make, word):
+def test_missing_files_are_reported(quick_path, make, word):
     (quick_path / "x").mkdir()
     make(quick_path / "x")
     with pytest.raises(CaptureFileError, match=word):
         read_request(quick_path / "x")
 
 
-def test_an_open_capture_is_pointed_to_the_repair(quick_path):
+def test_the_error_for_an_open_capture_names_the_repair(quick_path):
     files = CaptureWriter(FileOptions(quick_path, coalesce_max_bytes=0), SoftDisk())
     files.append(chunk("a", "post_attn", 0, 0, 2))
     with pytest.raises(CaptureFileError, match="repair"):
@@ -225,28 +227,28 @@ def test_pipes_and_directories_in_place_of_files_do_not_hang(quick_path):
 def test_names_of_transformer_lens(quick_path):
     sites = [("mhc_streams_pre_attn", 2), ("post_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
     directory = written(quick_path, sites=sites)
-    found = read_request(directory, names="transformer_lens")
-    assert set(found) == {
+    entries_read = read_request(directory, names="transformer_lens")
+    assert set(entries_read) == {
         "blocks.2.hook_in",
         "blocks.2.attn.hook_out",
         "blocks.0.attn_hc.hook_comb",
         "blocks.1.mlp_hc.hook_out",
     }
-    assert_is_prefix(found["blocks.2.hook_in"], "a", 6)
+    assert_is_prefix(entries_read["blocks.2.hook_in"], "a", 6)
     with pytest.raises(OptionError, match="transformer_lens"):
         read_request(directory, names="nonsense")
 
 
 def test_values_of_every_dtype():
     codes = np.arange(65536, dtype="<u2")
-    ours = to_float32(codes, "bfloat16")
-    theirs = torch.from_numpy(codes.view(np.int16)).view(torch.bfloat16).float().numpy()
-    assert same_bits(ours, theirs)
+    actual = to_float32(codes, "bfloat16")
+    expected = torch.from_numpy(codes.view(np.int16)).view(torch.bfloat16).float().numpy()
+    assert same_bits(actual, expected)
     codes = np.arange(256, dtype="u1").reshape(64, 4)
-    theirs = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(to_float32(codes, "fp8_e4m3"), theirs, equal_nan=True)
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(to_float32(codes, "fp8_e4m3"), expected, equal_nan=True)
     scale = np.linspace(0.5, 2, 64, dtype=np.float32)
-    assert np.array_equal(to_float32(codes, "fp8_e4m3", scale), theirs * scale[:, None], equal_nan=True)
+    assert np.array_equal(to_float32(codes, "fp8_e4m3", scale), expected * scale[:, None], equal_nan=True)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -309,7 +311,7 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(quick_path):
     assert len(seen) > 5
 
 
-def test_deleting_a_capture_does_not_disturb_who_reads_it(quick_path):
+def test_deleting_a_capture_does_not_affect_its_readers(quick_path):
     directory = written(quick_path)
     with CaptureFile(directory / "packed.json") as file:
         for path in directory.iterdir():

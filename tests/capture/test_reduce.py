@@ -83,9 +83,9 @@ def test_a_transform_makes_the_rows_that_the_estimate_counts(hook):
         assert torch.equal(cut, rows)
     for dtype in ("bf16", "fp16", "fp32", "fp8_e4m3"):
         row = stored_row(schema, dtype=dtype)
-        kept = store(rows.float(), row.dtype)
-        scales = 0 if kept.scale is None else kept.scale.nbytes
-        assert kept.values.nbytes + scales == 3 * row.nbytes
+        stored_rows = store(rows.float(), row.dtype)
+        scales = 0 if stored_rows.scale is None else stored_rows.scale.nbytes
+        assert stored_rows.values.nbytes + scales == 3 * row.nbytes
 
 
 @MANY
@@ -99,22 +99,26 @@ def test_storage_stays_within_its_bounds(seed, dtype):
         ("bfloat16", 2**-8, 2**-134),
         ("float16", 2**-11, 2**-25),
     ):
-        kept = store(rows, name)
+        stored_rows = store(rows, name)
         assert (
-            kept.scale is None
-            and str(kept.values.dtype) == f"torch.{name}"
-            and kept.values.shape == rows.shape
+            stored_rows.scale is None
+            and str(stored_rows.values.dtype) == f"torch.{name}"
+            and stored_rows.values.shape == rows.shape
         )
-        assert ((kept.restore().double() - exact).abs() <= (relative * exact.abs()).clamp_min(absolute)).all()
-    kept = store(rows, "fp8_e4m3")
+        assert (
+            (stored_rows.restore().double() - exact).abs() <= (relative * exact.abs()).clamp_min(absolute)
+        ).all()
+    stored_rows = store(rows, "fp8_e4m3")
     assert (
-        kept.values.dtype == torch.float8_e4m3fn
-        and kept.values.shape == rows.shape
-        and kept.scale.shape == (7,)
+        stored_rows.values.dtype == torch.float8_e4m3fn
+        and stored_rows.values.shape == rows.shape
+        and stored_rows.scale.shape == (7,)
     )
-    assert torch.equal(kept.scale, (rows.float().flatten(1).abs().amax(1) / 448).clamp_min(2**-126))
-    bound = torch.maximum(2**-4 * exact.abs(), 2**-10 * kept.scale.double().view(-1, 1, 1)) * (1 + 2**-20)
-    assert ((kept.restore().double() - exact).abs() <= bound).all()
+    assert torch.equal(stored_rows.scale, (rows.float().flatten(1).abs().amax(1) / 448).clamp_min(2**-126))
+    bound = torch.maximum(2**-4 * exact.abs(), 2**-10 * stored_rows.scale.double().view(-1, 1, 1)) * (
+        1 + 2**-20
+    )
+    assert ((stored_rows.restore().double() - exact).abs() <= bound).all()
 
 
 def test_the_bounds_are_tight():
@@ -125,11 +129,11 @@ def test_the_bounds_are_tight():
         assert 0.9 * bound < worst <= bound * (1 + 2**-20), (name, worst)
     small = torch.cat((torch.tensor([448.0]), torch.linspace(0, 2**-7, 10_001))).view(
         1, -1
-    )  # scale 1: fp8's own
+    )  # scale 1: the values of fp8 itself
     assert 0.9 * 2**-10 < (store(small, "fp8_e4m3").restore() - small).abs().max() <= 2**-10
 
 
-def test_rows_that_are_already_so_keep_their_bits():
+def test_rows_already_in_the_dtype_keep_their_bits():
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
         rows = draw(9, 4, 33, dtype=dtype)
         assert torch.equal(store(rows, name).values, rows)
@@ -153,9 +157,9 @@ def test_fp8_rows_at_the_edges():
             [math.nan] * 3,
         ]
     )
-    kept = store(rows, "fp8_e4m3")
-    assert kept.scale.isfinite().all() and (kept.scale > 0).all()
-    back = kept.restore()
+    stored_rows = store(rows, "fp8_e4m3")
+    assert stored_rows.scale.isfinite().all() and (stored_rows.scale > 0).all()
+    back = stored_rows.restore()
     assert torch.equal(back[0], rows[0]) and (back[1].abs() <= 2**-126).all()
     assert ((back[2] - rows[2]).abs() <= 2**-4 * huge).all() and back[2].isfinite().all()
     assert back[3].isnan().tolist() == [True, False, False] and back[4].isnan().tolist() == [
@@ -174,7 +178,7 @@ def test_fp8_rows_at_the_edges():
     )
 
 
-def test_fp8_rows_do_not_look_at_each_other():
+def test_fp8_rows_are_scaled_independently():
     rows = draw(11, 6, 5)
     alone = [store(row, "fp8_e4m3") for row in rows.split(1)]
     together = store(rows, "fp8_e4m3")
@@ -183,7 +187,7 @@ def test_fp8_rows_do_not_look_at_each_other():
     assert torch.equal(codes, together.values.view(torch.uint8))
 
 
-def test_unknown_words_are_refused():
+def test_unknown_dtypes_and_reductions_are_refused():
     with pytest.raises(
         OptionError, match="stored as 'fp4', expected one of bfloat16, float16, float32, fp8_e4m3"
     ):
@@ -248,7 +252,7 @@ def test_positions_computed_again_are_counted_once(reduce):
     assert (again.count, again.position, again.token_id) == (plain.count, plain.position, plain.token_id)
 
 
-def test_nothing_reduces_to_nothing():
+def test_no_rows_reduce_to_no_row():
     for reduce in REDUCTIONS:
         taken = accumulator(reduce)
         taken.add(torch.empty(0, 3), [], [])
@@ -259,8 +263,8 @@ def test_equal_norms_go_to_the_earliest_in_any_chunking():
     row = draw(31, 1, 4096)
     rows = torch.cat([row * 0.5, row, -row, row, row])
     for cuts in ([], [1], [2], [1, 2, 3, 4], [3]):
-        found = fed("max_norm", rows, cuts, positions=[3, 5, 8, 9, 12])
-        assert (found.position, found.count) == (5, 5) and torch.equal(found.row, row)
+        result = fed("max_norm", rows, cuts, positions=[3, 5, 8, 9, 12])
+        assert (result.position, result.count) == (5, 5) and torch.equal(result.row, row)
 
 
 def test_a_row_that_is_not_finite_has_the_greatest_norm_and_the_first_stays():
@@ -269,15 +273,15 @@ def test_a_row_that_is_not_finite_has_the_greatest_norm_and_the_first_stays():
         assert fed("max_norm", rows, cuts).position == 1
 
 
-def test_a_result_can_be_asked_for_on_the_way_and_keeps_no_rows_alive():
+def test_an_intermediate_result_is_available_and_keeps_no_rows_alive():
     rows = draw(41, 4, 3)
     for reduce in REDUCTIONS:
         taken = accumulator(reduce)
         taken.add(rows[:2], [0, 1], [5, 6])
         early = taken.result()
-        kept = early.row.clone()
+        before = early.row.clone()
         taken.add(rows[2:], [2, 3], [7, 8])
-        assert torch.equal(early.row, kept) and taken.result().count == 4
+        assert torch.equal(early.row, before) and taken.result().count == 4
         assert early.row.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()
 
 
@@ -295,7 +299,7 @@ def test_a_long_sum_does_not_drift():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_nothing_waits_and_the_results_are_those_of_a_cpu():
     rows, matrix = draw(51, 300, 4, 512, dtype=torch.bfloat16), draw(52, 1024, 3, spread=0.5)
-    held, weights, whole = (
+    rows_on_device, weights, whole = (
         rows.cuda(),
         matrix.cuda(),
         {reduce: fed(reduce, rows, []) for reduce in REDUCTIONS},
@@ -305,19 +309,19 @@ def test_on_a_gpu_nothing_waits_and_the_results_are_those_of_a_cpu():
     try:
         for start, stop in pairwise([0, 1, 60, 61, 200, 300]):
             for each in taken.values():
-                each.add(held[start:stop], range(start, stop), range(100 + start, 100 + stop))
-        kept, scores = (
-            {name: store(held, name) for name in ("float16", "float32", "fp8_e4m3")},
-            transform(held),
+                each.add(rows_on_device[start:stop], range(start, stop), range(100 + start, 100 + stop))
+        stored_rows, scores = (
+            {name: store(rows_on_device, name) for name in ("float16", "float32", "fp8_e4m3")},
+            transform(rows_on_device),
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for reduce, each in taken.items():
-        found, expected = each.result(), whole[reduce]
+        result, expected = each.result(), whole[reduce]
         exact = reduce in ("last", "max_norm")
-        assert torch.allclose(found.row.cpu(), expected.row, rtol=0 if exact else 1e-6, atol=0)
-        assert (found.position, found.token_id, found.count) == (expected.position, expected.token_id, 300)
-    for name, stored in kept.items():
+        assert torch.allclose(result.row.cpu(), expected.row, rtol=0 if exact else 1e-6, atol=0)
+        assert (result.position, result.token_id, result.count) == (expected.position, expected.token_id, 300)
+    for name, stored in stored_rows.items():
         assert torch.equal(stored.restore().cpu(), store(rows, name).restore()), name
     assert torch.allclose(
         scores.cpu(), Transform((0, 2), matrix)(rows), rtol=1e-3, atol=1e-2 * scores.abs().max().item()

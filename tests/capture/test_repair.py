@@ -25,7 +25,7 @@ from birkhoff.capture.store.repair import repair
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk, Stopped, StoppingDisk
-from tests.capture.made import assert_is_prefix, bits, chunk, same_bits
+from tests.capture.sample_chunks import assert_is_prefix, bits, chunk, same_bits
 from tests.capture.victim import SITES as VICTIM_SITES
 from tests.sizes import scaled
 
@@ -88,10 +88,10 @@ def test_an_interrupted_request_keeps_its_beginning(quick_path, layout):
     assert tree(root) == before and not again.sealed and not again.removed
 
 
-@pytest.mark.parametrize("how", ["truncate", "zero"])
-@pytest.mark.parametrize("what", ["payload", "journal"])
+@pytest.mark.parametrize("damage", ["truncate", "zero"])
+@pytest.mark.parametrize("target", ["payload", "journal"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout, what, how):
+def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout, target, damage):
     """Cut or blank the file from every byte on: complete records before it are kept, and none is ever wrong."""
     root = quick_path / "root"
     left_by_a_crash(root, layout)
@@ -99,40 +99,40 @@ def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout,
     (journal,) = [name for name in saved if name.endswith(".journal")]
     lines = saved[journal].splitlines(keepends=True)
     entries = [json.loads(line.split(b" ", 2)[2]) for line in lines if line[9:].startswith(b"entry ")]
-    own = Path(journal).name.removesuffix(".journal")
+    journal_stem = Path(journal).name.removesuffix(".journal")
     ends = np.cumsum([len(line) for line in lines])[
         -len(entries) :
     ]  # of the journal's lines: entries come last
-    if what == "journal":
+    if target == "journal":
         name, first = journal, int(ends[-4])
-    else:  # the payload of the last record; in a per_file capture that is a file of its own
-        stem = entries[-1].get("file", own)
+    else:  # the payload of the last record; in a per_file capture that is a separate file
+        stem = entries[-1].get("file", journal_stem)
         name = str(Path(journal).with_name(f"{stem}.bin.tmp"))
-        first = [entry for entry in entries if entry.get("file", own) == stem][-3]["offset"]
+        first = [entry for entry in entries if entry.get("file", journal_stem) == stem][-3]["offset"]
     size, kept_counts = len(saved[name]), set()
     for cut in range(first, size):
         restore(root, saved)
-        (root / name).write_bytes(saved[name][:cut] + (bytes(size - cut) if how == "zero" else b""))
+        (root / name).write_bytes(saved[name][:cut] + (bytes(size - cut) if damage == "zero" else b""))
         assert not repair(root, SoftDisk()).failed
         whole = 0  # records of `a` before the first one that the tear reaches
         for entry, end in zip(entries, ends):
             torn = (
                 end > cut
-                if what == "journal"
-                else entry.get("file", own) == stem and entry["offset"] + entry["nbytes"] > cut
+                if target == "journal"
+                else entry.get("file", journal_stem) == stem and entry["offset"] + entry["nbytes"] > cut
             )
             if torn:
                 break
             whole += entry.get("request_id", "a") == "a"
-        found = rows_of(root, layout, "a")
-        for entry in found.values():
+        entries_read = rows_of(root, layout, "a")
+        for entry in entries_read.values():
             assert_is_prefix(entry, "a")
             assert entry.meta["complete"] is False
-        kept = sum(len(entry.array) for entry in found.values())
-        assert kept == whole or (how == "zero" and kept > whole), (
+        num_rows = sum(len(entry.array) for entry in entries_read.values())
+        assert num_rows == whole or (damage == "zero" and num_rows > whole), (
             f"cut at {cut}"
         )  # bytes that were zero anyway
-        kept_counts.add(kept)
+        kept_counts.add(num_rows)
         (entry,) = rows_of(root, layout, "z").values()
         assert_is_prefix(entry, "z", 3)
     assert len(kept_counts) >= 3, "the tear moved through records"
@@ -149,7 +149,7 @@ def test_a_repair_that_is_killed_can_be_repeated(quick_path, layout, ended):
             os.truncate(payload, payload.stat().st_size - 1)
     saved = tree(root)
     repair(root, SoftDisk())
-    wanted = {name: data for name, data in tree(root).items() if name != ".lock"}
+    expected = {name: data for name, data in tree(root).items() if name != ".lock"}
     for stop in range(10_000):
         restore(root, saved)
         try:
@@ -160,7 +160,7 @@ def test_a_repair_that_is_killed_can_be_repeated(quick_path, layout, ended):
         for sidecar in root.rglob("*.json"):
             assert sidecar.with_suffix(".bin").exists(), "a sidecar implies its payload, at every instant"
         repair(root, SoftDisk())
-        assert {name: data for name, data in tree(root).items() if name != ".lock"} == wanted, (
+        assert {name: data for name, data in tree(root).items() if name != ".lock"} == expected, (
             f"stopped at {stop}"
         )
     assert stop > 5
@@ -225,13 +225,13 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
 class Snapshots(SoftDisk):
     """Copies the root before the n-th call: the state that a kill at that instant leaves."""
 
-    def __init__(self, root: Path, target: Path, number: int):
+    def __init__(self, root: Path, target: Path, index: int):
         super().__init__()
-        self._root, self._target, self._number = root, target, number
+        self._root, self._target, self._index = root, target, index
 
     def note(self, call: str, path: str) -> None:
         super().note(call, path)
-        if sum(self.calls.values()) == self._number + 1:
+        if sum(self.calls.values()) == self._index + 1:
             shutil.copytree(self._root, self._target)
 
 
@@ -254,22 +254,22 @@ def test_kill_nine_at_a_random_instant(tmp_path):
         lines += victim.stdout.read().splitlines(keepends=True)
         victim.stdout.close()
         victim.wait()
-        told = [json.loads(line) for line in lines if line.endswith("\n")]
-        assert told and all(what["status"] == "ok" for what in told), told
+        lines_read = [json.loads(line) for line in lines if line.endswith("\n")]
+        assert lines_read and all(line["status"] == "ok" for line in lines_read), lines_read
         with CaptureWriter(FileOptions(root)) as files:  # opening repairs
             assert files.repaired is not None and not files.repaired.failed
             repaired_bytes += files.repaired.checked_bytes
         sharded = read_sharded(root / "run")
-        for what in told:
-            request = what["request"]
+        for line in lines_read:
+            request = line["request"]
             entries = (
-                sharded[request] if what["layout"] == "sharded" else read_request(root / "run" / request)
+                sharded[request] if line["layout"] == "sharded" else read_request(root / "run" / request)
             )
             assert set(entries) == set(VICTIM_SITES)
             for entry in entries.values():
-                assert_is_prefix(entry, request, what["rows"])
+                assert_is_prefix(entry, request, line["rows"])
                 assert entry.meta["complete"] is True
-        named = {what["request"] for what in told}
+        named = {line["request"] for line in lines_read}
         others = {
             path.name: read_request(path) for path in (root / "run").iterdir() if any(path.glob("*.json"))
         }
@@ -304,19 +304,19 @@ def test_a_damaged_record_in_an_open_shard_costs_its_request_only(quick_path):
     payload.write_bytes(raw)
     report = repair(root, SoftDisk())
     assert report.dropped_records == 1
-    found = read_sharded(root / "run")
-    assert set(found) == {"a", "y", "z"}
+    entries_read = read_sharded(root / "run")
+    assert set(entries_read) == {"a", "y", "z"}
     for request, rows in (("a", 4), ("y", 3), ("z", 3)):
-        for entry in found[request].values():
+        for entry in entries_read[request].values():
             assert_is_prefix(entry, request, rows)
 
 
-def test_journals_that_nobody_of_ours_wrote_are_refused_by_name(quick_path):
-    """Sums that fit around nonsense: reported, left alone, and no other file suffers."""
+def test_invalid_journals_are_refused_by_name(quick_path):
+    """Nonsense with correct checksums: reported, left unchanged, and other files are unaffected."""
     root = quick_path / "root"
     left_by_a_crash(root, "packed")
     header = {"layout": "packed", "write_id": "0" * 32, "request_id": "q", "stem": "packed", "replace": False}
-    nonsense = [
+    invalid_journals = [
         [("open", {"layout": "zip", "write_id": "0" * 32})],
         [("open", header), ("entry", {"offset": -1, "nbytes": 4, "crc32": 0})],
         [("open", header), ("entry", {"offset": 0, "nbytes": 10**400, "crc32": 0})],
@@ -329,8 +329,8 @@ def test_journals_that_nobody_of_ours_wrote_are_refused_by_name(quick_path):
         [("open", header), ("finish", {"request_id": []})],
         [("open", [])],
     ]
-    for number, lines in enumerate(nonsense):
-        directory = root / "run" / f"bad{number}"
+    for index, lines in enumerate(invalid_journals):
+        directory = root / "run" / f"bad{index}"
         directory.mkdir()
         journal = Journal(SoftDisk(), str(directory / "packed.journal"))
         for kind, body in lines:
@@ -338,15 +338,17 @@ def test_journals_that_nobody_of_ours_wrote_are_refused_by_name(quick_path):
         journal.flush()
         journal.close()
     report = repair(root, SoftDisk())
-    assert sorted(report.failed) == [f"run/bad{number}/packed.journal" for number in range(len(nonsense))]
+    assert sorted(report.failed) == [
+        f"run/bad{index}/packed.journal" for index in range(len(invalid_journals))
+    ]
     assert all("not a capture journal" in reason for reason in report.failed.values())
     for entry in rows_of(root, "packed", "a").values():
         assert_is_prefix(entry, "a", 4)
     assert not (quick_path / "x").exists()
 
 
-def test_random_bytes_in_a_journal_never_do_harm(quick_path):
-    """Mutated journals and payloads: a beginning of the truth, or nothing."""
+def test_random_bytes_in_a_journal_never_give_wrong_rows(quick_path):
+    """Mutated journals and payloads: a prefix of the written rows, or nothing."""
     for layout in LAYOUTS:
         root = quick_path / layout
         left_by_a_crash(root, layout)
@@ -358,8 +360,8 @@ def test_random_bytes_in_a_journal_never_do_harm(quick_path):
             name = chance.choice(names)
             raw = bytearray(saved[name])
             for _ in range(chance.randint(1, 3)):
-                place = chance.randrange(len(raw))
-                raw[place : place + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 4))
+                offset = chance.randrange(len(raw))
+                raw[offset : offset + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 4))
             (root / name).write_bytes(raw)
             assert not repair(root, SoftDisk()).failed
             for entry in rows_of(root, layout, "a").values():
@@ -415,18 +417,18 @@ def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(quick_path):
 
 
 def test_poisoned_files_are_copied_not_trusted(quick_path):
-    """After a failed sync the pages may be in memory only; the repair writes them anew, to a file of their own."""
+    """After a failed sync the pages may be in memory only; the repair writes them again, to a new file."""
     root = quick_path / "root"
     left_by_a_crash(root, "sharded")
     (payload,) = root.rglob("*.bin.tmp")
     poison = payload.with_name(payload.name.replace(".bin.tmp", ".poison"))
     poison.touch()
     inode = payload.stat().st_ino
-    kept = os.open(payload, os.O_RDONLY)  # so that its number is not used again
+    descriptor = os.open(payload, os.O_RDONLY)  # so that its inode number is not reused
     repair(root, SoftDisk())
     (sealed,) = root.rglob("shard-*.bin")
     assert sealed.stat().st_ino != inode and not poison.exists() and not list(root.rglob("*.copy"))
-    os.close(kept)
+    os.close(descriptor)
     assert same_bits(read_sharded(root / "run")["z"]["post_attn", 0].array, bits("z", "post_attn", 0, 0, 3))
 
 

@@ -1,4 +1,4 @@
-"""Captures as plain data, and what one comes to on a model: where, which rows, how stored, at what cost."""
+"""Captures as plain data, and captures resolved against a model: sites, rows, storage, cost."""
 
 from __future__ import annotations
 
@@ -134,9 +134,7 @@ def test_the_cap_is_one_for_all_consumers_and_exact_to_the_byte():
     inline = dataclasses.replace(FACTS, max_inline_bytes=each - 1)
     assert refused({"memory": part()}, inline).rule == "V11"
     assert resolve_capture_request({"memory": part(**{"return": "handle"})}, inline)
-    assert resolve_capture_request(
-        {"disk": part(**FILED)}, inline
-    )  # that consumer returns files unless told otherwise
+    assert resolve_capture_request({"disk": part(**FILED)}, inline)  # that consumer returns files by default
 
 
 def test_the_return_field_defaults_to_what_the_consumer_offers():
@@ -146,7 +144,7 @@ def test_the_return_field_defaults_to_what_the_consumer_offers():
     assert resolved["disk"].returns == "handle"
 
 
-def test_a_typed_capture_is_resolved_as_it_is():
+def test_a_typed_capture_is_resolved_unchanged():
     capture = Capture({"mlp_out": [0]}, positions="last_prompt", request_id="a", tag="b")
     typed = resolve_capture_request({"disk": capture}, FACTS)["disk"]
     wire = resolve_capture_request({"disk": capture.to_json()}, FACTS)["disk"]
@@ -154,7 +152,7 @@ def test_a_typed_capture_is_resolved_as_it_is():
     assert (typed.addresses, typed.estimate, typed.rows) == (wire.addresses, wire.estimate, wire.rows)
 
 
-def test_python_and_wire_are_one():
+def test_python_and_json_forms_are_equal():
     """The same fields, as JSON with and without a model, and as Python arguments."""
     raw = {
         "hooks": {"mhc_streams_pre_attn": [0, -1]},
@@ -189,7 +187,7 @@ def test_python_and_wire_are_one():
     }
 
 
-def test_what_can_be_checked_without_a_model_fails_when_made():
+def test_errors_that_need_no_model_are_raised_at_construction():
     for arguments, rule in (
         (({},), "V3"),
         (({"nope": [1]},), "V4"),
@@ -272,7 +270,7 @@ def test_json_round_trip_and_plain_data(capture):
 
 @settings(max_examples=scaled(1000))
 @given(captures)
-def test_what_is_resolved_is_what_was_asked(capture):
+def test_a_resolved_capture_matches_its_request(capture):
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
     assert len(set(resolved.addresses)) == len(resolved.addresses) == resolved.estimate.sites
     for hook, selector in capture.hooks.items():
@@ -284,7 +282,7 @@ def test_what_is_resolved_is_what_was_asked(capture):
     assert resolved.estimate.bytes == sum(each * resolved.rows[hook].nbytes for hook, _ in resolved.addresses)
 
 
-def test_captures_are_frozen_and_compare_by_meaning():
+def test_captures_are_frozen_and_compare_by_value():
     capture = Capture({"mlp_out": [2, 1], "mlp_in": "all"})
     assert capture == Capture(
         {"mlp_in": "all", "mlp_out": [1, 2, 2]}, "all_prompt", reduce=None, capture_point="before"
@@ -298,7 +296,7 @@ def test_captures_are_frozen_and_compare_by_meaning():
         capture.hooks["mlp_in"] = "all"
 
 
-def test_digests_tell_rows_apart_and_not_where_they_go():
+def test_digests_depend_on_rows_and_not_on_destinations():
     base = Capture({"mlp_out": [1, 2]}, request_id="a")
     assert base.digest() == Capture({"mlp_out": [2, 1]}, tag="x", layout="packed", returns="file").digest()
     others = [
@@ -319,7 +317,9 @@ def test_digests_tell_rows_apart_and_not_where_they_go():
     assert len({base.digest(), *(other.digest() for other in others)}) == 1 + len(others)
     both = {"memory": base, "disk": others[0]}
     assert capture_hash(both) == capture_hash(dict(reversed(both.items()))) and len(capture_hash(both)) == 32
-    glued = {"disk" + others[0].digest() + "memory": base}  # the same letters in a row, cut elsewhere
+    glued = {
+        "disk" + others[0].digest() + "memory": base
+    }  # the same concatenated letters, split at another point
     assert capture_hash(glued) != capture_hash(both)
     assert (
         capture_hash(both)

@@ -1,4 +1,4 @@
-"""Captures of a running engine: every request gets its own rows, all of them, in order, whatever runs beside it."""
+"""Captures of a running engine: every request gets all of its rows, in order, in any batch."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def finish(core, *requests):
 
 
 def trace_of(model, ids):
-    kept = {}
+    values = {}
 
     def keep(site: Site, layer: int, tensor: torch.Tensor) -> None:
-        kept[site.name, layer] = tensor.detach().clone()
+        values[site.name, layer] = tensor.detach().clone()
 
     with torch.no_grad():
         model(torch.tensor(ids), EagerTap(seen=keep))
-    return kept
+    return values
 
 
 @pytest.mark.parametrize("which", ["plain", "compiled"])
@@ -127,7 +127,7 @@ def test_t_cap_9_streams_are_rebuilt_from_captured_rows(which, model, fast_model
             assert (torch.einsum("nm,nmd->nd", a, x) - acts[u, layer]).abs().max() < 1e-5 * scale
 
 
-def test_looking_changes_no_bit(model, fast_model):
+def test_capturing_changes_no_bit(model, fast_model):
     for network in (model, fast_model):
         prompt = random_tokens(TINY, 150).tolist()
         plain, watched = (
@@ -148,7 +148,7 @@ def test_looking_changes_no_bit(model, fast_model):
         )  # floats, bit for bit
 
 
-def test_nothing_wanted_of_a_step_runs_no_tap(model):
+def test_a_step_without_captured_rows_runs_no_tap(model):
     """A prompt-only capture costs nothing while decoding: the step is run without a tap at all."""
     core = core_of(model)
     request = request_of(
@@ -201,14 +201,12 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
     core = core_of(model, invariant=True, max_requests=5, num_pages=7, max_batch_tokens=96)
     count = scaled(64, 16)
     waiting = []
-    for number in range(count):
+    for index in range(count):
         prompt = random_tokens(
-            TINY, rng.randint(9, 140), number + seed % 1000
+            TINY, rng.randint(9, 140), index + seed % 1000
         ).tolist()  # each capture finds something
         waiting.append(
-            request_of(
-                prompt, random_capture(rng) if rng.random() < 0.8 else None, rng.randint(3, 10), number
-            )
+            request_of(prompt, random_capture(rng) if rng.random() < 0.8 else None, rng.randint(3, 10), index)
         )
     everyone = list(waiting)
     while waiting or any(not r.done for r in everyone):
@@ -231,13 +229,14 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
         )
         finish(alone, solo)
         assert solo.output_ids == request.output_ids
-        mine, theirs = acts_of(request), acts_of(solo)
-        assert set(mine) == set(theirs) and mine.missing == theirs.missing
-        for key in mine:
+        actual, expected = acts_of(request), acts_of(solo)
+        assert set(actual) == set(expected) and actual.missing == expected.missing
+        for key in actual:
             assert (
-                mine[key].positions == theirs[key].positions and mine[key].token_ids == theirs[key].token_ids
+                actual[key].positions == expected[key].positions
+                and actual[key].token_ids == expected[key].token_ids
             )
-            assert torch.equal(mine[key].tensor, theirs[key].tensor), key
+            assert torch.equal(actual[key].tensor, expected[key].tensor), key
 
 
 def test_rows_computed_again_after_a_preemption_come_once(model):

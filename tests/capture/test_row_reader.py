@@ -20,7 +20,7 @@ from birkhoff.capture.store.reader import iter_rows
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureChecksum, CaptureFileError, OptionError
 from tests.capture.disks import SoftDisk
-from tests.capture.made import bits, chunk, same_bits, scales, tokens
+from tests.capture.sample_chunks import bits, chunk, same_bits, scales, tokens
 from tests.sizes import scaled
 
 COUNTS = {"a": 5, "b": 17, "c": 1, "d": 30}
@@ -59,14 +59,14 @@ def test_every_row_comes_once_with_its_labels(run, batch, shuffle, pool, seed):
     batches = list(
         iter_rows(run, "mhc_streams_pre_attn", 2, batch, shuffle, seed, labels=True, pool_rows=pool)
     )
-    assert [len(found) for found in batches[:-1]] == [batch] * (len(batches) - 1) and 0 < len(
+    assert [len(rows_read) for rows_read in batches[:-1]] == [batch] * (len(batches) - 1) and 0 < len(
         batches[-1]
     ) <= batch
     truth, seen = expected(), []
-    for found in batches:
-        assert found.array.shape[1:] == (4, 6) and found.array.dtype == np.uint16
+    for rows_read in batches:
+        assert rows_read.array.shape[1:] == (4, 6) and rows_read.array.dtype == np.uint16
         for row, position, token, request in zip(
-            found.array, found.positions, found.token_ids, found.requests
+            rows_read.array, rows_read.positions, rows_read.token_ids, rows_read.requests
         ):
             assert truth[row.tobytes()] == (request, position, token)
             seen.append(row.tobytes())
@@ -76,14 +76,17 @@ def test_every_row_comes_once_with_its_labels(run, batch, shuffle, pool, seed):
 def test_in_order_without_shuffling(run):
     (whole,) = iter_rows(run, "mhc_streams_pre_attn", 2, 1000, labels=True)
     for request, rows in COUNTS.items():
-        mine = [position for name, position in zip(whole.requests, whole.positions) if name == request]
-        assert mine == list(range(rows))
+        positions_of_request = [
+            position for name, position in zip(whole.requests, whole.positions) if name == request
+        ]
+        assert positions_of_request == list(range(rows))
 
 
 def test_a_seed_fixes_the_order_and_another_changes_it(run):
     def order(seed):
         return b"".join(
-            found.array.tobytes() for found in iter_rows(run, "mhc_streams_pre_attn", 2, 4, True, seed)
+            rows_read.array.tobytes()
+            for rows_read in iter_rows(run, "mhc_streams_pre_attn", 2, 4, True, seed)
         )
 
     assert order(1) == order(1) != order(2)
@@ -97,23 +100,23 @@ def test_shuffling_mixes_requests(run):
 def test_a_shuffled_pool_is_never_emptied_at_once(quick_path):
     """Rows of one block are spread over more batches than the pool holds: they mix with rows read later."""
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
-        for number in range(40):
-            name, block = f"r{number}", np.full((8, 2), number, np.uint16)
+        for request_index in range(40):
+            name, block = f"r{request_index}", np.full((8, 2), request_index, np.uint16)
             files.append(Chunk(name, "run", "x", 0, block, "bfloat16", (2,), range(8), range(8), "p" * 8))
             assert files.finish(CaptureFinish(name)).result(30).status == "ok"
     seen: dict[int, list[int]] = {}
-    for place, found in enumerate(
+    for batch_index, rows_read in enumerate(
         iter_rows(quick_path / "run", "x", 0, 8, shuffle=True, seed=3, pool_rows=32)
     ):
-        for number in found.array[:, 0]:
-            seen.setdefault(int(number), []).append(place)
-    assert all(len(places) == 8 for places in seen.values()) and len(seen) == 40
-    assert max(max(places) - min(places) for places in seen.values()) >= 32 // 8
+        for request_index in rows_read.array[:, 0]:
+            seen.setdefault(int(request_index), []).append(batch_index)
+    assert all(len(batch_indices) == 8 for batch_indices in seen.values()) and len(seen) == 40
+    assert max(max(batch_indices) - min(batch_indices) for batch_indices in seen.values()) >= 32 // 8
 
 
 def test_decoding_and_dropping_the_last(run):
-    found = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", drop_last=True))
-    assert [len(batch) for batch in found] == [10] * (sum(COUNTS.values()) // 10)
+    rows_read = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", drop_last=True))
+    assert [len(batch) for batch in rows_read] == [10] * (sum(COUNTS.values()) // 10)
     first = next(iter_rows(run, "mlp_in", 2, 10, dtype="float32", labels=True))
     raw = np.concatenate(
         [bits(name, "mlp_in", 2, int(p), 1) for name, p in zip(first.requests, first.positions)]
@@ -123,11 +126,11 @@ def test_decoding_and_dropping_the_last(run):
 
 
 def test_one_request_alone(run):
-    (found,) = iter_rows(run / "a", "mhc_streams_pre_attn", 2, 100)
-    assert same_bits(found.array, bits("a", "mhc_streams_pre_attn", 2, 0, 5).reshape(5, 4, 6))
+    (rows_read,) = iter_rows(run / "a", "mhc_streams_pre_attn", 2, 100)
+    assert same_bits(rows_read.array, bits("a", "mhc_streams_pre_attn", 2, 0, 5).reshape(5, 4, 6))
 
 
-def test_what_cannot_be_iterated_is_refused_at_once(run, quick_path):
+def test_invalid_arguments_are_refused_at_once(run, quick_path):
     with pytest.raises(CaptureFileError, match="no finished capture"):
         iter_rows(run, "mhc_streams_pre_attn", 3, 4)
     with pytest.raises(CaptureFileError, match="cannot be listed"):
@@ -146,11 +149,11 @@ def test_dtypes_are_not_mixed_unless_decoded(quick_path):
             assert files.finish(CaptureFinish(request)).result(30).status == "ok"
     with pytest.raises(CaptureFileError, match="dtype='float32'"):
         iter_rows(quick_path / "run", "post_attn", 0, 4)
-    (found,) = iter_rows(quick_path / "run", "post_attn", 0, 4, dtype="float32")
-    assert np.array_equal(found.array[2:], floats)
+    (rows_read,) = iter_rows(quick_path / "run", "post_attn", 0, 4, dtype="float32")
+    assert np.array_equal(rows_read.array[2:], floats)
 
 
-def test_damage_is_noticed_where_it_is_touched(run, quick_path):
+def test_damage_is_reported_when_it_is_read(run, quick_path):
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         for request in "ab":
             files.append(chunk(request, "post_attn", 0, 0, 6))
@@ -176,8 +179,8 @@ def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
         with CaptureWriter(
             FileOptions(root, default_layout="sharded", shard_max_bytes=8 << 20), SoftDisk()
         ) as files:
-            for number in range(requests):
-                name, block = f"r{number}", np.full((rows, width), number, np.uint16)
+            for request_index in range(requests):
+                name, block = f"r{request_index}", np.full((rows, width), request_index, np.uint16)
                 files.append(
                     Chunk(
                         name,
@@ -196,7 +199,8 @@ def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
         gc.collect()
         tracemalloc.start()
         count = sum(
-            len(found) for found in iter_rows(root / "run", "post_attn", 0, 128, shuffle, pool_rows=512)
+            len(rows_read)
+            for rows_read in iter_rows(root / "run", "post_attn", 0, 128, shuffle, pool_rows=512)
         )
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -218,6 +222,6 @@ def test_files_of_other_writers_are_rows_too(quick_path):
     entry = {"layer": 1, "hook": "post_mlp", "offset": 0, "nbytes": 96, "shape": [6, 4]}
     index = {"request_id": "x", "layout": "packed", "dtype": "float32", "entries": [entry]}
     (directory / "packed.json").write_text(json.dumps(index))
-    found = list(iter_rows(quick_path / "old", "post_mlp", 1, 4, labels=True))
-    assert same_bits(np.concatenate([batch.array for batch in found]), rows)
-    assert found[0].positions.tolist() == [-1] * 4 and found[0].requests == ["x"] * 4
+    rows_read = list(iter_rows(quick_path / "old", "post_mlp", 1, 4, labels=True))
+    assert same_bits(np.concatenate([batch.array for batch in rows_read]), rows)
+    assert rows_read[0].positions.tolist() == [-1] * 4 and rows_read[0].requests == ["x"] * 4

@@ -19,11 +19,11 @@ def selection(value, max_tokens=6):
 
 def run(chosen, tokens, cuts):
     """Positions selected when the tokens are run in pieces that end at `cuts`."""
-    found, start = [], 0
+    selected, start = [], 0
     for stop in [*cuts, len(tokens)]:
-        found += (chosen.rows(start, tokens[start:stop]) + start).tolist()
+        selected += (chosen.rows(start, tokens[start:stop]) + start).tolist()
         start = stop
-    return found
+    return selected
 
 
 def test_a_request_step_by_step():
@@ -32,7 +32,7 @@ def test_a_request_step_by_step():
     assert chosen.never_computed() == [9] and chosen.finished(10) and not chosen.finished(9)
 
 
-def test_places_that_never_came_are_those_that_were_listed():
+def test_listed_positions_that_were_not_run_are_reported():
     assert (
         selection("all").never_computed() == selection({"prompt": {"window": [0, 2]}}).never_computed() == []
     )
@@ -42,12 +42,12 @@ def test_places_that_never_came_are_those_that_were_listed():
     assert both.never_computed() == [8]
 
 
-def test_a_place_that_was_run_and_left_out_by_its_token_did_come():
+def test_a_position_excluded_by_its_token_counts_as_run():
     chosen = selection({"generated": [0, 1], "exclude": {"token_ids": [3]}})
     assert run(chosen, [*PROMPT, 3, 2], [4, 5]) == [5] and chosen.never_computed() == []
 
 
-def test_tokens_that_were_taken_back_never_came():
+def test_rejected_draft_tokens_count_as_not_run():
     chosen = selection([4, 5, 6])
     run(chosen, [*PROMPT, 1, 2, 3], [4])  # 5 and 6 were drafts that the text did not keep
     assert chosen.never_computed() == [] and chosen.never_computed(length=5) == [5, 6]
@@ -67,8 +67,10 @@ def test_running_tokens_again_changes_nothing(value):
     st.integers(0, 6),
     st.lists(st.integers(0, 10), max_size=4).map(sorted),
 )
-def test_what_came_and_what_never_came_make_up_the_list(listed, generated, cuts):
+def test_selected_and_missing_positions_make_up_the_list(listed, generated, cuts):
     chosen, tokens = selection(listed), np.array(PROMPT + [1] * generated)
     came = run(chosen, tokens, [cut for cut in cuts if cut <= len(tokens)])
-    demanded = sorted({place + len(PROMPT) if place < 0 else place for place in listed})
-    assert sorted(came + chosen.never_computed()) == demanded and all(place < len(tokens) for place in came)
+    demanded = sorted({position + len(PROMPT) if position < 0 else position for position in listed})
+    assert sorted(came + chosen.never_computed()) == demanded and all(
+        position < len(tokens) for position in came
+    )

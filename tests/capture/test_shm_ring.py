@@ -27,8 +27,8 @@ from birkhoff.capture.sinks.shm_consumer import ShmConsumer
 from birkhoff.capture.sinks.shm_ring import HEADER_BYTES, RingReader, RingWriter, encoded
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CaptureChecksum, CaptureError, CaptureWriteError, OptionError
-from tests.capture.made import SHAPES, bits, chunk, same_bits, scales, tokens
 from tests.capture.reading import described
+from tests.capture.sample_chunks import SHAPES, bits, chunk, same_bits, scales, tokens
 from tests.cli.conftest import clean_environment
 from tests.sizes import scaled
 
@@ -91,20 +91,20 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
         dispatcher.finish("k", "length", 4)
         result = dispatcher.results("k", 60)["shm"]
         dispatcher.shutdown()
-        told = reading.rest()
+        lines_read = reading.rest()
     assert result.status == "ok" and result.rows == rows * len(SHAPES) and result.keys == len(SHAPES)
-    assert told[0] == {"kind": "begin", "request": "k", "id": "mine", "meta": {"model": "m"}}
-    assert told[-2] == {"kind": "finish", "request": "k", "dropped": 0, "reason": "length"}
-    assert told[-1] == {"kind": "end", "dropped": 0}
+    assert lines_read[0] == {"kind": "begin", "request": "k", "id": "mine", "meta": {"model": "m"}}
+    assert lines_read[-2] == {"kind": "finish", "request": "k", "dropped": 0, "reason": "length"}
+    assert lines_read[-1] == {"kind": "end", "dropped": 0}
     came = dict.fromkeys(SHAPES, 0)
-    for line in told[1:-2]:
+    for line in lines_read[1:-2]:
         start, count, hook = came[line["hook"]], line["rows"], line["hook"]
         assert line == described(chunk("k", hook, 3, start, count)), (hook, start)  # bits, labels and scales
         came[hook] += count
     assert came == dict.fromkeys(SHAPES, rows)
 
 
-def test_a_slow_reader_is_waited_for(name):
+def test_the_writer_waits_for_a_slow_reader(name):
     consumer = ShmConsumer(name, 8192, timeout_seconds=60)
     with (
         Reading(name, pause=0.01) as reading,
@@ -116,8 +116,8 @@ def test_a_slow_reader_is_waited_for(name):
         dispatcher.finish("k", "length", 4)
         assert dispatcher.results("k", 60)["shm"].status == "ok"
         dispatcher.shutdown()
-        told = reading.rest()
-    assert sum(line.get("rows", 0) for line in told) == 400 and told[-1]["dropped"] == 0
+        lines_read = reading.rest()
+    assert sum(line.get("rows", 0) for line in lines_read) == 400 and lines_read[-1]["dropped"] == 0
 
 
 @pytest.mark.parametrize("overflow", ["drop", "block"])
@@ -128,18 +128,18 @@ def test_without_a_reader_the_first_rows_stay_and_the_others_are_counted(name, o
     for start in range(0, 2000, 10):
         consumer.submit_chunk(chunk("k", "post_attn", 0, start, 10))
     result = consumer.finalize(CaptureFinish("k", "length", 4)).result(60)
-    assert time.monotonic() - began < 30  # one wait is enough to know
+    assert time.monotonic() - began < 30  # only the first chunk waits
     assert result.status == "partial_error" and result.rows + result.dropped_rows == 2000 and result.rows > 50
     assert "nobody read shared memory" in result.error and name in result.error
     with RingReader(name) as reader:
         assert reader.dropped_rows == result.dropped_rows
         consumer.shutdown()
-        found = list(reader)
-    kept = np.concatenate([part.array() for part in found])
-    assert same_bits(kept, bits("k", "post_attn", 0, 0, result.rows))
+        chunks = list(reader)
+    received = np.concatenate([part.array() for part in chunks])
+    assert same_bits(received, bits("k", "post_attn", 0, 0, result.rows))
 
 
-def test_a_reader_that_dies_does_not_hold_the_writer_up(name):
+def test_a_dead_reader_does_not_block_the_writer(name):
     consumer = ShmConsumer(name, 8192, timeout_seconds=60)
     with Reading(name, pause=0.005) as reading:
         reading.opened()
@@ -152,18 +152,18 @@ def test_a_reader_that_dies_does_not_hold_the_writer_up(name):
         consumer.submit_chunk(chunk("k", "post_attn", 0, start, 10))
     assert time.monotonic() - began < 50
     assert consumer.finalize(CaptureFinish("k")).result(60).status == "partial_error"
-    with RingReader(name) as second:  # somebody else may go on reading
+    with RingReader(name) as second:  # another reader may continue
         assert isinstance(second.get(1), Chunk)
     consumer.shutdown()
 
 
-def test_a_reader_is_told_that_the_writer_has_died(name):
+def test_a_reader_is_notified_when_the_writer_dies(name):
     script = """
     import os, sys
     from birkhoff.capture.sinks.result import CaptureFinish
     from birkhoff.capture.sinks.shm_ring import RingWriter, encoded
     RingWriter(sys.argv[1], 4096).put(*encoded(CaptureFinish("k")), 0)
-    print("made", flush=True)
+    print("ready", flush=True)
     sys.stdin.read()
     os._exit(9)
     """
@@ -175,17 +175,17 @@ def test_a_reader_is_told_that_the_writer_has_died(name):
         env=clean_environment(),
     )
     with child:
-        assert child.stdout.readline() == b"made\n"
+        assert child.stdout.readline() == b"ready\n"
         with RingReader(name) as reader:
             child.stdin.close()
             assert child.wait(30) == 9
-            assert reader.get() == CaptureFinish("k")  # what was put in is still there
+            assert reader.get() == CaptureFinish("k")  # the record is still in the ring
             with pytest.raises(CaptureError, match=f"process {child.pid} that wrote ring"):
                 reader.get()
     until = time.monotonic() + 30
     while (
         Path("/dev/shm", name).exists() and time.monotonic() < until
-    ):  # Python takes away what its process left
+    ):  # Python removes the shared memory of its process
         time.sleep(0.05)
 
 
@@ -196,15 +196,15 @@ def test_rows_of_an_engine_reach_the_other_process(name, tmp_path):
         with Reading(name) as reading:
             reading.opened().listen()
             spec, greedy = Capture({"mlp_out": [0, 1]}, positions="all"), {"max_tokens": 6, "temperature": 0}
-            kept = engine.generate("shared rows", **greedy, capture=spec)
+            local = engine.generate("shared rows", **greedy, capture=spec)
             sent = engine.generate("shared rows", **greedy, capture={"train": spec.to_json()})
             engine.close()
-            told = reading.rest()
+            lines_read = reading.rest()
     result = sent.capture_results["train"]
-    assert result.status == "ok" and result.rows == sum(len(rows) for rows in kept.acts.values())
+    assert result.status == "ok" and result.rows == sum(len(rows) for rows in local.acts.values())
     for layer in (0, 1):
-        lines = [line for line in told if line.get("layer") == layer]
-        rows = kept.acts["mlp_out", layer]
+        lines = [line for line in lines_read if line.get("layer") == layer]
+        rows = local.acts["mlp_out", layer]
         assert tuple(p for line in lines for p in line["positions"]) == rows.positions
         assert tuple(t for line in lines for t in line["token_ids"]) == rows.token_ids
         data = rows.tensor.numpy()
@@ -219,12 +219,12 @@ def test_rows_of_an_engine_reach_the_other_process(name, tmp_path):
     max_bytes=st.integers(4096, 5000),
 )
 def test_a_ring_is_a_queue_with_an_end(moves, max_bytes):
-    """Against a list: what fit comes out in order, and a record is refused only if there is no space."""
+    """Against a list: accepted records come out in order, and a record is refused only if there is no space."""
     name = f"birkhoff-test-{uuid.uuid4().hex}"
     writer, expected = RingWriter(name, max_bytes), []
     try:
         with RingReader(name) as reader:
-            for number, move in enumerate(moves):
+            for index, move in enumerate(moves):
                 if move == "take":
                     if expected:
                         assert described(reader.get(0)) == expected.pop(0)
@@ -232,9 +232,9 @@ def test_a_ring_is_a_queue_with_an_end(moves, max_bytes):
                         with pytest.raises(TimeoutError):
                             reader.get(0)
                     continue
-                made = chunk(f"r{number}", "mlp_in", 1, number, max(move // 60, 1))
-                if writer.put(*encoded(made), 0):
-                    expected.append(described(made))
+                record = chunk(f"r{index}", "mlp_in", 1, index, max(move // 60, 1))
+                if writer.put(*encoded(record), 0):
+                    expected.append(described(record))
                 else:
                     assert expected  # an empty ring takes anything that is not refused
             for line in expected:
@@ -243,16 +243,16 @@ def test_a_ring_is_a_queue_with_an_end(moves, max_bytes):
         writer.close()
 
 
-def test_changed_bytes_are_not_rows(name):
-    for place in (0, 5, 9, 20, 60, 200):
+def test_changed_bytes_are_detected(name):
+    for offset in (0, 5, 9, 20, 60, 200):
         writer = RingWriter(name, 4096)
         try:
             with RingReader(name) as reader:
                 writer.put(*encoded(chunk("k", "post_attn", 0, 0, 10)), 0)
                 with Path("/dev/shm", name).open("r+b") as file:
-                    file.seek(HEADER_BYTES + place)
+                    file.seek(HEADER_BYTES + offset)
                     (before,) = file.read(1)
-                    file.seek(HEADER_BYTES + place)
+                    file.seek(HEADER_BYTES + offset)
                     file.write(bytes([before ^ 0x55]))
                 with pytest.raises(CaptureChecksum):
                     reader.get(0)
@@ -260,7 +260,7 @@ def test_changed_bytes_are_not_rows(name):
             writer.close()
 
 
-def test_what_is_refused(name, tmp_path):
+def test_invalid_options_are_refused(name, tmp_path):
     for bad in ("", "a/b", "../x", ".hidden", 3, "x" * 300):
         with pytest.raises(OptionError, match="name is"):
             ShmConsumer(bad)

@@ -38,7 +38,7 @@ FP8 = 1 / 16
 
 @dataclass(frozen=True)
 class Mode:
-    """One form of one field, and what it should come to, said without the code that is tested."""
+    """One form of one field, and its expected result, computed without the tested code."""
 
     name: str
     layers: Any = (2,)
@@ -123,7 +123,7 @@ def checkpoint(tmp_path_factory):
 
 
 def open_engine(checkpoint, device="cpu", **options):
-    """On a CPU unless said otherwise, also where there is a GPU: its own choice would be bfloat16 there."""
+    """On a CPU by default, even if there is a GPU, where the engine would choose bfloat16."""
     engine = birkhoff.load(
         checkpoint,
         device=device,
@@ -164,7 +164,7 @@ def name_of(project: str | None, hook: str) -> str | None:
     return f"fits {base}" if project == "fits" else project
 
 
-def wish(hook: str, mode: Mode) -> Capture:
+def capture_of(hook: str, mode: Mode) -> Capture:
     fields = dict(mode.fields)
     if "project" in fields:
         fields["project"] = name_of(fields["project"], hook)
@@ -190,11 +190,11 @@ def expected(trace, projections, hook: str, layer: int, mode: Mode) -> torch.Ten
     return {None: rows, "mean": rows.mean(0, True), "sum": rows.sum(0, True), "last": rows[-1:]}[kind]
 
 
-def close_enough(found: torch.Tensor, scale: torch.Tensor | None, right: torch.Tensor, mode: Mode) -> bool:
+def close_enough(actual: torch.Tensor, scale: torch.Tensor | None, right: torch.Tensor, mode: Mode) -> bool:
     """Within the rounding of the stored dtype, on top of what two kernels may differ by."""
-    if tuple(found.shape) != tuple(right.shape):
+    if tuple(actual.shape) != tuple(right.shape):
         return False
-    dtype, values = mode.fields.get("dtype"), found.double()
+    dtype, values = mode.fields.get("dtype"), actual.double()
     relative = {None: 0.0, "fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8_e4m3": FP8}[dtype]
     slack = 2e-4 * max(1.0, float(right.abs().max()))
     if dtype == "fp8_e4m3":
@@ -207,31 +207,35 @@ def layers_of(hook: str, mode: Mode) -> tuple[int, ...]:
     return (L - 1,) if hook in ONCE else mode.means_layers
 
 
-def label_ok(positions, token_ids, mode: Mode, ids: list[int], kept: int) -> bool:
+def label_ok(positions, token_ids, mode: Mode, ids: list[int], count: int) -> bool:
     if mode.fields.get("reduce") in ("mean", "sum"):
         return not positions
     if mode.fields.get("reduce") is not None:
-        return len(positions) == kept == 1 and token_ids[0] == ids[positions[0]]
+        return len(positions) == count == 1 and token_ids[0] == ids[positions[0]]
     return tuple(positions) == mode.means and list(token_ids) == [ids[position] for position in mode.means]
 
 
 def run(engine, prompt, mode: Mode) -> tuple[dict[str, str], dict[str, Any]]:
-    """How every cell of this mode ended at the door, and the outputs of those that were let in."""
-    states, wishes = {}, {}
+    """The validation result of every cell of this mode, and the outputs of the accepted ones."""
+    states, captures = {}, {}
     for hook in HOOKS:
         try:
-            asked = wish(hook, mode)
-            engine._capture_planner.plan(asked, tuple(prompt), OUT).close("cancelled", 0)
-            wishes[hook] = asked
+            capture = capture_of(hook, mode)
+            engine._capture_planner.plan(capture, tuple(prompt), OUT).close("cancelled", 0)
+            captures[hook] = capture
         except CaptureValidationError as error:
             states[hook] = f"rejected {error.rule}".rstrip() if error.rule else "rejected"
             assert error.path.startswith("capture")
-    if not wishes:
+    if not captures:
         return states, {}
     outputs = engine.generate(
-        [prompt] * len(wishes), max_tokens=OUT, temperature=0, ignore_eos=True, capture=list(wishes.values())
+        [prompt] * len(captures),
+        max_tokens=OUT,
+        temperature=0,
+        ignore_eos=True,
+        capture=list(captures.values()),
     )
-    return states, dict(zip(wishes, outputs))
+    return states, dict(zip(captures, outputs))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -240,22 +244,22 @@ def test_t_state_1_every_hook_in_memory(engine, plain, mode):
     ids = [*prompt, *answer]
     states, outputs = run(engine, prompt, mode)
     for hook, output in outputs.items():
-        assert output.token_ids == answer, hook  # looking changed nothing
-        held = output.acts
+        assert output.token_ids == answer, hook  # capturing changed nothing
+        acts = output.acts
         right = all(
             close_enough(
-                held[hook, layer].tensor,
-                held[hook, layer].scale,
+                acts[hook, layer].tensor,
+                acts[hook, layer].scale,
                 expected(trace, engine.projections, hook, layer, mode),
                 mode,
             )
             and label_ok(
-                held[hook, layer].positions, held[hook, layer].token_ids, mode, ids, len(held[hook, layer])
+                acts[hook, layer].positions, acts[hook, layer].token_ids, mode, ids, len(acts[hook, layer])
             )
             for layer in layers_of(hook, mode)
         )
         states[hook] = (
-            "supported" if right and len(held) == len(set(layers_of(hook, mode))) else "runs but wrong"
+            "supported" if right and len(acts) == len(set(layers_of(hook, mode))) else "runs but wrong"
         )
     assert states == {hook: declared(hook, mode) for hook in HOOKS}
 
@@ -266,19 +270,21 @@ def test_t_state_1_every_hook_in_files(checkpoint, plain, mode, tmp_path):
     ids, states = [*prompt, *answer], {}
     with open_engine(checkpoint, capture_root=tmp_path) as engine:
         projections = engine.projections
-        wishes = {}
+        captures = {}
         for hook in HOOKS:
             try:
-                asked = Capture.from_json(wish(hook, mode).to_json() | {"request_id": hook, "tag": "t"})
+                capture = Capture.from_json(
+                    capture_of(hook, mode).to_json() | {"request_id": hook, "tag": "t"}
+                )
                 output = engine.generate(
-                    prompt, max_tokens=OUT, temperature=0, ignore_eos=True, capture=asked
+                    prompt, max_tokens=OUT, temperature=0, ignore_eos=True, capture=capture
                 )
                 assert output.capture_results["filesystem"].status == "ok" and output.token_ids == answer
-                wishes[hook] = asked
+                captures[hook] = capture
             except CaptureValidationError as error:
                 states[hook] = f"rejected {error.rule}"
     shards = read_sharded(tmp_path / "t") if mode.fields.get("layout") == "sharded" else None
-    for hook in wishes:
+    for hook in captures:
         entries = shards[hook] if shards is not None else read_request(tmp_path / "t" / hook)
         assert len(entries) == len(set(layers_of(hook, mode)))
         (entry,) = entries.values()

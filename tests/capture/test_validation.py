@@ -209,7 +209,7 @@ def test_t_cap_2_the_first_broken_rule_is_the_one_that_is_named():
     assert parse_capture_request({"disk": bad | {"project": "probe"}}, cached)
 
 
-def test_t_cap_2_messages_say_what_would_do():
+def test_t_cap_2_messages_name_valid_values():
     message = str(refused({"memory": part(hooks={"mlp_uot": [1]})}))
     assert "Did you mean mlp_out?" in message and ", ".join(sorted(V4)) in message
     message = str(refused({"memory": part(hooks={"post_block": "all"})}))
@@ -311,8 +311,8 @@ plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
 def test_any_json_is_a_request_or_a_typed_refusal(raw):
     for facts in (None, FACTS):
         try:
-            found = parse_capture_request(raw, facts)
+            captures = parse_capture_request(raw, facts)
         except CaptureValidationError as error:
             assert error.path.startswith("capture") and len(str(error)) < 1000
         else:
-            assert all(isinstance(capture, Capture) for capture in found.values())
+            assert all(isinstance(capture, Capture) for capture in captures.values())

@@ -13,7 +13,7 @@ import threading
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.capture.store.writer import CaptureWriter
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 
 SITES = [("mhc_streams_pre_attn", 1), ("mhc_attn_res_mix", 1), ("post_attn", 4)]
 
@@ -24,31 +24,31 @@ def main(root: str, seed: int) -> None:
     files = CaptureWriter(
         FileOptions(root, num_shards=2, shard_max_bytes=20_000, coalesce_max_bytes=coalesce)
     )
-    said = threading.Lock()
+    print_lock = threading.Lock()
 
-    def work(number: int) -> None:
-        mine = random.Random(seed * 100 + number)
-        for turn in range(10_000):
-            request = f"{seed}-{number}-{turn}"
-            layout = mine.choice(["packed", "per_file", "sharded", "sharded"])
+    def work(worker: int) -> None:
+        rng = random.Random(seed * 100 + worker)
+        for index in range(10_000):
+            request = f"{seed}-{worker}-{index}"
+            layout = rng.choice(["packed", "per_file", "sharded", "sharded"])
             files.begin(CaptureRequest(request, request, "run", layout))
-            rows = mine.randint(1, 30)
+            rows = rng.randint(1, 30)
             for start in range(0, rows, 4):
                 for hook, layer in SITES:
                     files.append(chunk(request, hook, layer, start, min(4, rows - start)))
             result = files.finish(CaptureFinish(request, "stop")).result()
-            told = {
+            line = {
                 "request": request,
                 "rows": rows,
                 "layout": layout,
                 "status": result.status,
                 "error": result.error,
             }
-            with said:
-                sys.stdout.write(json.dumps(told) + "\n")
+            with print_lock:
+                sys.stdout.write(json.dumps(line) + "\n")
                 sys.stdout.flush()
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -13,7 +13,7 @@ from birkhoff.capture.store.reader import read_request, read_sharded
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.cli.parsers import parse_hooks, parse_positions
 from birkhoff.errors import OptionError
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 from tests.cli.conftest import birkhoff, no_trace_of_python
 
 

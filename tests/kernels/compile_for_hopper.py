@@ -1,7 +1,7 @@
-"""Compile the kernels for many rows as an H200 would run them, and print what came out, one JSON line each.
+"""Compile the prefill kernels for an H200 and print one JSON line per kernel with properties of the result.
 
-A program of its own: Triton decides at import between interpreting and compiling, and the tests interpret. No GPU is
-needed to compile for one.
+This runs as a separate process: Triton decides at import between interpreting and compiling, and the tests interpret.
+Compiling needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PACKED = {"FP32": False, "BF16X2": True, "TOKENS": 128}
 COUNTS = {"n", "rows", "topk", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
-    "experts open": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(128, False, True)),
-    "experts close": (experts._down, EXPERTS, PACKED | experts.tile_config(128, False, False)),
-    "product fp8": (
+    "experts gate_up": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(128, False, True)),
+    "experts down": (experts._down, EXPERTS, PACKED | experts.tile_config(128, False, False)),
+    "linear fp8": (
         linear._packed_linear,
         {"x": F16, "weight": U8, "scale": U8, "out": BF16},
         {
@@ -48,7 +48,7 @@ KERNELS: dict[str, tuple] = {
             **linear.tile_config(4096, 4096, False),
         },
     ),
-    "streams mix": (
+    "mhc mix": (
         mhc._mix,
         {"streams": BF16, "high": BF16, "low": BF16, "parts": F32},
         {
@@ -97,24 +97,25 @@ KERNELS: dict[str, tuple] = {
 }
 
 
-def compiled(kernel, types: dict[str, str], given: dict[str, int]):
-    options = {name: given[name] for name in ("num_warps", "num_stages")}
-    fixed = {name: value for name, value in given.items() if name not in options}
+def compiled(kernel, types: dict[str, str], settings: dict[str, int]):
+    """Compile a kernel for compute capability 9.0; `settings` are its constexprs, `num_warps` and `num_stages`."""
+    options = {name: settings[name] for name in ("num_warps", "num_stages")}
+    constants_by_name = {name: value for name, value in settings.items() if name not in options}
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    # Triton looks at each call's numbers: addresses and widths are multiples of 16 at V4's sizes, counts are not.
+    signature = {name: "constexpr" if name in constants_by_name else types.get(name, "i32") for name in names}
+    # Triton specialises on argument values: addresses and widths are multiples of 16 at V4's sizes, counts are not.
     aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(names)
+        (position,): [["tt.divisibility", 16]]
+        for position, name in enumerate(names)
         if signature[name].startswith("*") or (signature[name] == "i32" and name not in COUNTS)
     }
-    constants = {(names.index(name),): value for name, value in fixed.items()}
+    constants = {(names.index(name),): value for name, value in constants_by_name.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def _ends_products(text: str) -> bool:
-    """Whether a loop waits for its last product before it sends for other tiles."""
+def _waits_for_products(text: str) -> bool:
+    """Return whether the loop waits for its last product before it starts copies of the next tiles."""
     loop = text[text.find("scf.for") : text.find("scf.yield")]
     events = re.findall(r"warp_group_dot_wait.*pendings = 0|warp_group_dot |async_copy_global_to_local", loop)
     kinds = [event.split()[0] for event in events]
@@ -123,16 +124,16 @@ def _ends_products(text: str) -> bool:
 
 def main() -> None:
     for name in sys.argv[1:] or KERNELS:
-        made = compiled(*KERNELS[name])
-        code = made.asm["ptx"]
-        found = {
+        kernel_binary = compiled(*KERNELS[name])
+        code = kernel_binary.asm["ptx"]
+        report = {
             "kernel": name,
-            "shared": made.metadata.shared,
+            "shared": kernel_binary.metadata.shared,
             "tensor_cores": "wgmma.mma_async" in code,
-            "copies_ahead": "cp.async" in code,
-            "ends_products": _ends_products(made.asm["ttgir"]),
+            "async_copies": "cp.async" in code,
+            "waits_for_products": _waits_for_products(kernel_binary.asm["ttgir"]),
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every operation is tested with each of its twins, the way a model calls them: without gradients being recorded."""
+"""Fixture that runs each operation with both of its twins under `no_grad`, as a model does in inference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from birkhoff.kernels.select import select
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def kernels(request):
-    chosen = select(request.param)
-    if chosen.name != request.param:
+    kernel_set = select(request.param)
+    if kernel_set.name != request.param:
         pytest.skip(f"the {request.param} twins cannot run here")
     return replace(
-        chosen,
-        **{f.name: torch.no_grad()(getattr(chosen, f.name)) for f in fields(chosen) if f.name != "name"},
+        kernel_set,
+        **{
+            f.name: torch.no_grad()(getattr(kernel_set, f.name))
+            for f in fields(kernel_set)
+            if f.name != "name"
+        },
     )

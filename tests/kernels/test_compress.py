@@ -1,4 +1,4 @@
-"""Pooling of tokens into an entry: a softmax per channel over the items."""
+"""Pooling of tokens into an entry: per channel, a softmax over the items."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from birkhoff.kernels.compress import pool
     spread=st.sampled_from([0.1, 1.0, 30.0]),
     seed=st.integers(0, 999),
 )
-def test_it_is_the_definition(items, width, spread, seed):
+def test_pool_matches_the_definition(items, width, spread, seed):
     g = torch.Generator().manual_seed(seed)
     values, gates = (
         torch.randn(3, items, width, generator=g),
         torch.randn(3, items, width, generator=g) * spread,
     )
-    true = np.empty((3, width))
+    expected = np.empty((3, width))
     for block in range(3):
         for channel in range(width):
             weight = np.exp(gates[block, :, channel].double().numpy() - gates[block, :, channel].max().item())
-            true[block, channel] = (weight * values[block, :, channel].double().numpy()).sum() / weight.sum()
-    assert np.abs(pool(values, gates).numpy() - true).max() < 2e-6
+            expected[block, channel] = (
+                weight * values[block, :, channel].double().numpy()
+            ).sum() / weight.sum()
+    assert np.abs(pool(values, gates).numpy() - expected).max() < 2e-6
 
 
-def test_an_absent_item_counts_for_nothing():
-    """The first CSA entry has no older block: gates minus infinity there, whatever the values."""
+def test_items_with_a_gate_of_minus_infinity_are_excluded():
+    """The first CSA entry has no older block: the gates there are minus infinity, and the values are ignored."""
     g = torch.Generator().manual_seed(1)
     values, gates = torch.randn(8, 5, generator=g), torch.randn(8, 5, generator=g)
     gates[:4] = -torch.inf

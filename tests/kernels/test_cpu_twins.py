@@ -1,8 +1,8 @@
-"""The compiled twins against the plain ones: any row count, odd widths, any memory layout, both dtypes.
+"""Compiled CPU twins compared with the reference twins: any row count, odd widths, any memory layout, both dtypes.
 
-The files beside this one hold every twin against its definition; here they are held against each other where they could
-part company without either being far from the definition: strides, dtypes, the borders between methods, who owns the
-memory, and a machine that has no compiler or nowhere to keep what it compiled.
+The other files of this folder compare each twin with its definition. This one compares the twins with each other where
+they could differ while both are close to the definition: strides, dtypes, row counts at which an implementation changes
+its method, memory ownership, and machines without a compiler or without a writable cache.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from tests.models import TINY, random_model, random_tokens
 pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
 
 LAYOUTS = ("whole", "every other column", "part of wider rows", "columns first")
-rows = st.integers(
-    1, 17
-)  # across the border where the product changes its method, and the four rows of its loop
+# Covers the row count at which `linear` changes its method, and its loop over four rows.
+rows = st.integers(1, 17)
 layouts = st.sampled_from(LAYOUTS)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 seeds = st.integers(0, 9999)
 
 
-def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers, lying differently in memory."""
+def with_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another memory layout."""
     if layout == "every other column":
         return torch.stack((x, torch.full_like(x, torch.nan)), dim=-1).flatten(-2)[..., ::2]
     if layout == "part of wider rows":
@@ -47,8 +46,8 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1) if layout == "columns first" else x
 
 
-def both(name: str, *arguments, **options):
-    """Plain and fast result, each a tuple; the arguments must come out as they went in."""
+def run_twins(name: str, *arguments, **options):
+    """Results of the reference and the fast twin, each a tuple. Checks that the arguments are unchanged."""
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
     results = []
     with torch.no_grad():
@@ -56,22 +55,22 @@ def both(name: str, *arguments, **options):
             out = twin(*arguments, **options)
             results.append(out if isinstance(out, tuple) else (out,))
     after = [a for a in arguments if isinstance(a, torch.Tensor)]
-    assert all(a.equal(b) or a.isnan().any() for a, b in zip(before, after)), (
-        f"{name} changed what it was given"
-    )
-    held = {a.untyped_storage().data_ptr() for a in after}
-    assert not any(out.untyped_storage().data_ptr() in held for out in results[1]), (
-        f"{name} hands back its input"
+    assert all(a.equal(b) or a.isnan().any() for a, b in zip(before, after)), f"{name} changed its arguments"
+    input_storages = {a.untyped_storage().data_ptr() for a in after}
+    assert not any(out.untyped_storage().data_ptr() in input_storages for out in results[1]), (
+        f"{name} returned its input"
     )
     return results
 
 
-def agree(plain, fast, tolerance: float) -> None:
-    """Float32 within `tolerance` of the result's scale; bfloat16 within one step of it, which is where ties fall."""
-    for true, mine in zip(plain, fast, strict=True):
-        assert mine.shape == true.shape and mine.dtype == true.dtype
-        step = 2.0**-8 if true.dtype is torch.bfloat16 else tolerance
-        assert (mine.double() - true.double()).abs().max() <= step * true.double().abs().max().clamp_min(1.0)
+def assert_close(plain, fast, tolerance: float) -> None:
+    """Float32 within `tolerance` of the scale of the result; bfloat16 within one rounding step of it, for ties."""
+    for expected, actual in zip(plain, fast, strict=True):
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        step = 2.0**-8 if expected.dtype is torch.bfloat16 else tolerance
+        assert (
+            actual.double() - expected.double()
+        ).abs().max() <= step * expected.double().abs().max().clamp_min(1.0)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -82,43 +81,45 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     rows=rows,
     inputs=st.integers(1, 70),
     outputs=st.integers(1, 40),
-    x_lies=layouts,
-    w_lies=layouts,
+    x_layout=layouts,
+    weight_layout=layouts,
     dtype=dtypes,
     seed=seeds,
 )
-def test_linear(rows, inputs, outputs, x_lies, w_lies, dtype, seed):
-    x = laid_out(normal(seed, rows, inputs).to(dtype), x_lies)
-    weight = laid_out((normal(seed + 1, outputs, inputs) * inputs**-0.5).to(dtype), w_lies)
-    agree(*both("linear", x, weight), 1e-5)
+def test_linear(rows, inputs, outputs, x_layout, weight_layout, dtype, seed):
+    x = with_layout(normal(seed, rows, inputs).to(dtype), x_layout)
+    weight = with_layout((normal(seed + 1, outputs, inputs) * inputs**-0.5).to(dtype), weight_layout)
+    assert_close(*run_twins("linear", x, weight), 1e-5)
 
 
-@given(rows=rows, width=st.integers(1, 70), lies=layouts, dtype=dtypes, weighted=st.booleans(), seed=seeds)
-def test_rms_norm(rows, width, lies, dtype, weighted, seed):
-    x = laid_out(normal(seed, rows, width).to(dtype), lies)
-    agree(*both("rms_norm", x, normal(seed + 1, width) if weighted else None, 1e-6), 1e-5)
+@given(rows=rows, width=st.integers(1, 70), layout=layouts, dtype=dtypes, weighted=st.booleans(), seed=seeds)
+def test_rms_norm(rows, width, layout, dtype, weighted, seed):
+    x = with_layout(normal(seed, rows, width).to(dtype), layout)
+    assert_close(*run_twins("rms_norm", x, normal(seed + 1, width) if weighted else None, 1e-6), 1e-5)
 
 
 @given(
     shape=st.sampled_from([("p",), ("p", 3), ("b", "t"), ("b", "t", 5)]),
     rows=st.integers(1, 17),
-    still=st.integers(0, 9),
+    unrotated=st.integers(0, 9),
     pairs=st.integers(1, 9),
     inverse=st.booleans(),
-    lies=layouts,
+    layout=layouts,
     dtype=dtypes,
     seed=seeds,
 )
-def test_rotate(shape, rows, still, pairs, inverse, lies, dtype, seed):
-    """Phases of one axis or two, with heads behind them or without."""
+def test_rotate(shape, rows, unrotated, pairs, inverse, layout, dtype, seed):
+    """Phases with one axis or two, followed by an axis of heads or not."""
     sizes = [{"p": rows, "b": 2, "t": rows}.get(s, s) for s in shape]
-    x = laid_out(normal(seed, *sizes, still + 2 * pairs).to(dtype), lies)
-    turn = phases(torch.arange(rows) + seed, frequencies(2 * pairs, 10000.0))
+    x = with_layout(normal(seed, *sizes, unrotated + 2 * pairs).to(dtype), layout)
+    rotation = phases(torch.arange(rows) + seed, frequencies(2 * pairs, 10000.0))
     if "b" in shape:
-        turn = Phases(torch.stack((turn.cos, turn.sin)), torch.stack((turn.sin, turn.cos)))
-    plain, fast = both("rotate", x, turn, inverse=inverse)
-    agree(plain, fast, 1e-6)
-    assert torch.equal(fast[0][..., :still], x[..., :still])
+        rotation = Phases(
+            torch.stack((rotation.cos, rotation.sin)), torch.stack((rotation.sin, rotation.cos))
+        )
+    plain, fast = run_twins("rotate", x, rotation, inverse=inverse)
+    assert_close(plain, fast, 1e-6)
+    assert torch.equal(fast[0][..., :unrotated], x[..., :unrotated])
 
 
 @given(
@@ -126,52 +127,52 @@ def test_rotate(shape, rows, still, pairs, inverse, lies, dtype, seed):
     streams=st.integers(1, 5),
     width=st.integers(1, 33),
     iters=st.sampled_from([1, 2, 20]),
-    lies=layouts,
+    layout=layouts,
     dtype=dtypes,
     seed=seeds,
 )
-def test_mhc_read_and_write(rows, streams, width, iters, lies, dtype, seed):
+def test_mhc_read_and_write(rows, streams, width, iters, layout, dtype, seed):
     m, size = streams, (2 + streams) * streams
-    x = laid_out(normal(seed, rows, m, width).to(dtype), lies)
+    x = with_layout(normal(seed, rows, m, width).to(dtype), layout)
     fn, base = normal(seed + 1, size, m * width) * (m * width) ** -0.5, normal(seed + 2, size)
-    plain, fast = both("mhc_read", x, fn, base, normal(seed + 3, 3) + 1, iters, 1e-6, 1e-6)
-    agree(plain, fast, 1e-5)
+    plain, fast = run_twins("mhc_read", x, fn, base, normal(seed + 3, 3) + 1, iters, 1e-6, 1e-6)
+    assert_close(plain, fast, 1e-5)
     _, _, post, mix = plain
-    y = laid_out(normal(seed + 4, rows, width).to(dtype), lies)
-    agree(*both("mhc_write", x, y, laid_out(post, lies), laid_out(mix, lies)), 1e-5)
+    y = with_layout(normal(seed + 4, rows, width).to(dtype), layout)
+    assert_close(*run_twins("mhc_write", x, y, with_layout(post, layout), with_layout(mix, layout)), 1e-5)
 
 
-def test_streams_that_are_one_row_seen_many_times():
-    """The first layer's streams are an expanded embedding: no memory of their own."""
+def test_expanded_streams():
+    """The streams of the first layer are an expanded embedding, so all of them share one row of memory."""
     x = normal(1, 3, 1, 8).expand(-1, 4, -1)
-    plain, fast = both("mhc_read", x, normal(2, 24, 32), normal(3, 24), normal(4, 3), 20, 1e-6, 1e-6)
-    agree(plain, fast, 1e-5)
-    agree(*both("mhc_write", x, normal(5, 3, 8), plain[2], plain[3]), 1e-5)
+    plain, fast = run_twins("mhc_read", x, normal(2, 24, 32), normal(3, 24), normal(4, 3), 20, 1e-6, 1e-6)
+    assert_close(plain, fast, 1e-5)
+    assert_close(*run_twins("mhc_write", x, normal(5, 3, 8), plain[2], plain[3]), 1e-5)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_a_number_stays_in_its_row(value):
-    """Compiled with reassociated sums, but NaN keeps its meaning: both twins spoil the same rows and no others."""
+def test_non_finite_values_stay_in_their_row(value):
+    """Sums are reassociated by the compiler, but NaN is respected: the same rows are non-finite in both twins."""
     x, streams = normal(1, 9, 16), normal(2, 9, 4, 4)
     x[4, 3] = streams[4, 1, 2] = value
-    turn = phases(torch.arange(9), frequencies(16, 10000.0))
+    rotation = phases(torch.arange(9), frequencies(16, 10000.0))
     runs = [
-        both("linear", x, normal(3, 7, 16)),
-        both("rms_norm", x, None, 1e-6),
-        both("rotate", x, turn),
-        both("mhc_read", streams, normal(4, 24, 16), normal(5, 24), normal(6, 3), 20, 1e-6, 1e-6),
+        run_twins("linear", x, normal(3, 7, 16)),
+        run_twins("rms_norm", x, None, 1e-6),
+        run_twins("rotate", x, rotation),
+        run_twins("mhc_read", streams, normal(4, 24, 16), normal(5, 24), normal(6, 3), 20, 1e-6, 1e-6),
     ]
     for plain, fast in runs:
-        for true, mine in zip(plain, fast):
-            finite = mine.flatten(1).isfinite().all(-1)
+        for expected, actual in zip(plain, fast):
+            finite = actual.flatten(1).isfinite().all(-1)
             assert (
-                torch.equal(finite, true.flatten(1).isfinite().all(-1))
+                torch.equal(finite, expected.flatten(1).isfinite().all(-1))
                 and finite.sum() == 8
                 and not finite[4]
             )
 
 
-HIDE_THE_COMPILER = """
+HIDE_NUMBA = """
 import sys
 class Hidden:
     def __init__(self, finder):
@@ -202,8 +203,8 @@ with torch.inference_mode():
 """
 
 
-def script(body: str, folder: Path, **environment: str) -> str:
-    """What Python prints, run on a copy of the package: what it does to its folder, or fails to do, is its own."""
+def run_script(body: str, folder: Path, **environment: str) -> str:
+    """Run a script on a copy of the package, so that the cache in its folder is separate. Returns its output."""
     package = folder / "birkhoff"
     if not package.exists():
         shutil.copytree(
@@ -217,7 +218,7 @@ def script(body: str, folder: Path, **environment: str) -> str:
         "NUMBA_CACHE_DIR": "",
         **environment,
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", body],
         capture_output=True,
         text=True,
@@ -225,26 +226,28 @@ def script(body: str, folder: Path, **environment: str) -> str:
         env=settings,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
-def numbers(printed: str) -> list[float]:
-    return [float(number) for number in printed[printed.index("[") :].strip("[]").split(",")]
+def parse_numbers(printed: str) -> list[float]:
+    return [float(item) for item in printed[printed.index("[") :].strip("[]").split(",")]
 
 
-def test_without_a_compiler_everything_works_and_nothing_is_fast(tmp_path):
-    printed = script(HIDE_THE_COMPILER + DECODE.format(root=str(Path(__file__).parents[2])), tmp_path)
+def test_without_a_compiler_the_reference_kernels_run(tmp_path):
+    printed = run_script(HIDE_NUMBA + DECODE.format(root=str(Path(__file__).parents[2])), tmp_path)
     with torch.no_grad():
-        true = random_model()(random_tokens(TINY, 12))[-1, :4].tolist()
-    assert printed.startswith("reference None") and numbers(printed) == pytest.approx(true, abs=1e-5)
+        expected = random_model()(random_tokens(TINY, 12))[-1, :4].tolist()
+    assert printed.startswith("reference None") and parse_numbers(printed) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
-def test_compiled_code_is_kept_and_used_again(tmp_path):
-    first = script(NORMALISE, tmp_path)
-    kept = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
-    assert kept and script(NORMALISE, tmp_path) == first
-    assert kept == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
+def test_compiled_code_is_cached_and_reused(tmp_path):
+    first = run_script(NORMALISE, tmp_path)
+    cached = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
+    assert cached and run_script(NORMALISE, tmp_path) == first
+    assert cached == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
 
 
 PROBE = """
@@ -261,37 +264,39 @@ def main():
 """
 
 
-def test_code_that_calls_changed_code_is_compiled_again(tmp_path):
-    """The compiler looks at the caller's file alone and would go on with what was there before an upgrade."""
+def test_code_that_calls_changed_code_is_recompiled(tmp_path):
+    """Numba checks only the file of the caller, so it would reuse code compiled before an upgrade of the callee."""
     run = "from birkhoff.kernels.probe import main\nmain()\n"
-    script("", tmp_path)
+    run_script("", tmp_path)
     (tmp_path / "birkhoff/kernels/probe.py").write_text(PROBE)
-    first = numbers(script(run, tmp_path))
+    first = parse_numbers(run_script(run, tmp_path))
     callee = tmp_path / "birkhoff/kernels/norm/cpu.py"
     text = callee.read_text()
     assert "source[k] * rho\n" in text
     callee.write_text(text.replace("source[k] * rho\n", "source[k] * rho * 2\n"))
-    assert numbers(script(run, tmp_path)) == pytest.approx([2 * x for x in first])
+    assert parse_numbers(run_script(run, tmp_path)) == pytest.approx([2 * x for x in first])
     callee.write_text(text)
-    assert numbers(script(run, tmp_path)) == pytest.approx(first)
+    assert parse_numbers(run_script(run, tmp_path)) == pytest.approx(first)
 
 
-def test_with_nowhere_to_keep_it_it_is_compiled_every_time(tmp_path):
-    """Neither the package's folder nor the user's cache can be written: files stand where folders would have to be."""
+def test_without_a_writable_cache_code_is_compiled_every_time(tmp_path):
+    """Neither the folder of the package nor the cache of the user is writable: files are in place of the folders."""
     kernels = tmp_path / "birkhoff" / "kernels"
     shutil.copytree(
         Path(birkhoff.__file__).parent, kernels.parent, ignore=shutil.ignore_patterns("__pycache__", "models")
     )
     for folder in [kernels, *(path for path in kernels.iterdir() if path.is_dir())]:
         (folder / "__pycache__").touch()
-    nowhere = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}
-    printed = script(NORMALISE, tmp_path, **nowhere)
-    assert printed.startswith("cpu") and numbers(printed) == pytest.approx([0.8485281, 1.1313708], abs=1e-6)
+    environment = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}
+    printed = run_script(NORMALISE, tmp_path, **environment)
+    assert printed.startswith("cpu") and parse_numbers(printed) == pytest.approx(
+        [0.8485281, 1.1313708], abs=1e-6
+    )
     assert not list(tmp_path.rglob("*.nb?"))
 
 
-def test_a_compiled_function_is_what_its_source_says():
-    """Python runs the very same loops, slowly."""
+def test_a_compiled_function_matches_its_python_source():
+    """The same function run by the Python interpreter gives the same result."""
     from birkhoff.kernels.mhc.cpu import mix_streams
 
     g = np.random.default_rng(1)

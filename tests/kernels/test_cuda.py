@@ -1,4 +1,4 @@
-"""The CUDA kernels against the portable ones, at widths they are made for; only where they can run."""
+"""CUDA kernels compared with the Triton kernels at supported widths. Needs a GPU of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WIDE = replace(
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 17, 33, 64])
 @torch.inference_mode()
-def test_a_step_is_that_of_the_portable_kernels(rows):
+def test_a_step_matches_the_triton_kernels(rows):
     from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
@@ -55,7 +55,7 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
     device = torch.device("cuda")
     model = random_on_device(WIDE, device, seed=rows)
     logits: list[list[torch.Tensor]] = [[], []]
-    for made, fast in zip(logits, (False, True)):
+    for steps, fast in zip(logits, (False, True)):
         torch.manual_seed(rows)
         decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=fast)
         buffers = decoder.buffers(rows, 640)
@@ -66,19 +66,18 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
                 [50 * step + row for row in range(rows)],
                 [380 + 3 * row + step for row in range(rows)],
             )
-            made.append(decoder.step(buffers).clone())
-    true, mine = (torch.cat(made) for made in logits)
-    error = (mine - true).norm(dim=-1) / true.norm(dim=-1)
-    assert (
-        error.median() < 0.02
-    )  # a choice between two almost equal experts may fall differently in a few rows
+            steps.append(decoder.step(buffers).clone())
+    expected, actual = (torch.cat(steps) for steps in logits)
+    error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # The median, because a near tie between two experts may be resolved differently in a few rows.
+    assert error.median() < 0.02
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("pdl", [False, True])
 @torch.inference_mode()
-def test_a_replayed_graph_repeats_itself(pdl, rows):
-    """Kernels that begin early wait for what they read: fifty replays give the same bits."""
+def test_graph_replays_are_deterministic(pdl, rows):
+    """Kernels that start early (PDL) wait for their inputs: fifty replays give the same bits."""
     from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
@@ -101,14 +100,14 @@ def test_a_replayed_graph_repeats_itself(pdl, rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
 @torch.inference_mode()
-def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
-    """Some or all experts in host memory, which kernels fetch by other instructions."""
+def test_experts_in_host_memory_give_the_same_bits(rows):
+    """Some or all experts are in host memory, which the kernels read with other instructions."""
     from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.placement import random_resident
     from birkhoff.bench.synthetic import filled_state, random_placed
     from birkhoff.decode.gpu import Decoder
 
-    device, found = torch.device("cuda"), []
+    device, results = torch.device("cuda"), []
     for share in (1.0, 0.5, 0.0):
         hot = random_resident(WIDE.num_hidden_layers, WIDE.n_routed_experts, share)
         model, _ = random_placed(WIDE, device, hot, spare=4, seed=rows)
@@ -118,15 +117,15 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
         buffers = decoder.buffers(rows, 640)
         buffers.poison()
         set_inputs(buffers, list(range(rows)), [380 + 3 * row for row in range(rows)])
-        found.append(decoder.step(buffers).clone())
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        results.append(decoder.step(buffers).clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("parts", [0, 1, 7])
 @torch.inference_mode()
-def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
-    """Sums of `parts` into the streams; without any, an embedding begins them."""
+def test_write_and_mix_matches_the_triton_kernel(rows, parts):
+    """Adds the sum of `parts` to the streams; without parts, the streams start from an embedding."""
     from birkhoff.kernels.cuda.backend import CudaBackend
     from birkhoff.kernels.mhc import decode as mhc
 
@@ -137,26 +136,28 @@ def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
     post, mix = torch.rand(rows, 4, device=device), torch.rand(rows, 4, 4, device=device)
     fn, embed = torch.randn(24, 4 * width, device=device), torch.randn(50, width, device=device).bfloat16()
     tokens = torch.arange(rows, device=device) * 5
-    found = []
+    results = []
     for write in (mhc.write_and_mix, CudaBackend(device).write_and_mix):
-        into, sums = streams.clone(), torch.full((rows, width // 64, 32), torch.nan, device=device)
-        write(into, y, post, mix, fn, sums, mhc.KEEP if parts else mhc.EMBED, embed, tokens)
-        found.append((into.float(), sums[:, :, :25]))
-    (true, true_sums), (mine, mine_sums) = found
-    assert ((mine - true).abs() <= true.abs() / 128).all()
-    assert (mine_sums - true_sums).norm() < 1e-3 * true_sums.norm() and (mine != true).float().mean() < 0.01
+        out_streams, sums = streams.clone(), torch.full((rows, width // 64, 32), torch.nan, device=device)
+        write(out_streams, y, post, mix, fn, sums, mhc.KEEP if parts else mhc.EMBED, embed, tokens)
+        results.append((out_streams.float(), sums[:, :, :25]))
+    (expected, expected_sums), (actual, actual_sums) = results
+    assert ((actual - expected).abs() <= expected.abs() / 128).all()
+    assert (actual_sums - expected_sums).norm() < 1e-3 * expected_sums.norm() and (
+        actual != expected
+    ).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("room", [600, 8192, 8193, 32768, 65536, 131072, 262144])
+@pytest.mark.parametrize("capacity", [600, 8192, 8193, 32768, 65536, 131072, 262144])
 @torch.inference_mode()
-def test_the_best_entries_are_found_however_many_there_are(room):
-    """Against a stable sort: many equals, a sequence that fills the room, one of a third, one that keeps everything."""
+def test_topk_matches_a_stable_sort(capacity):
+    """Many ties; sequences that fill the capacity, a third of it, or have fewer entries than `topk`."""
     from birkhoff.kernels.cuda.backend import CudaBackend
 
     device, topk = torch.device("cuda"), 512
-    torch.manual_seed(room)
-    counts = [room, room // 3 + 400, topk - 1]
-    scores = torch.randn(3, room, device=device)
+    torch.manual_seed(capacity)
+    counts = [capacity, capacity // 3 + 400, topk - 1]
+    scores = torch.randn(3, capacity, device=device)
     scores[1] = (scores[1] * 4).round()
     chosen = torch.full((3, topk), -1, dtype=torch.int32, device=device)
     positions = torch.tensor([4 * count + 2 for count in counts], device=device)
@@ -166,12 +167,12 @@ def test_the_best_entries_are_found_however_many_there_are(room):
         assert torch.equal(chosen[row, : len(best)].long(), best)
 
 
-@pytest.mark.parametrize("width, heads, turning", [(128, 16, 32), (512, 64, 64)])
-@pytest.mark.parametrize("ratio, listed", [(0, False), (4, False), (4, True), (128, False)])
+@pytest.mark.parametrize("width, heads, rope_dim", [(128, 16, 32), (512, 64, 64)])
+@pytest.mark.parametrize("ratio, indexed", [(0, False), (4, False), (4, True), (128, False)])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
-def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, heads, turning):
-    """From the first token to several hundred, in rings longer than the window; what is not yet written is NaN."""
+def test_attention_matches_the_triton_kernels(rows, ratio, indexed, width, heads, rope_dim):
+    """From one token to several hundred, in rings longer than the window. Unwritten rows are NaN."""
     from birkhoff.kernels.attend import decode as portable
     from birkhoff.kernels.cuda.backend import CudaBackend
 
@@ -184,13 +185,13 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
     slots, per_page = torch.randperm(rows + 2, device=device)[:rows], 128 // (ratio or 128)
     table = torch.randperm((rows + 2) * context // 128, device=device).view(rows + 2, -1)
     queries = torch.randn(rows, heads * width + 64, device=device).bfloat16() * 3
-    angles, sink = torch.randn(rows, 4, turning // 2, device=device), torch.randn(heads, device=device)
-    first = 1 if ratio else 0  # the phases of compressed layers are not the first
+    angles, sink = torch.randn(rows, 4, rope_dim // 2, device=device), torch.randn(heads, device=device)
+    first = 1 if ratio else 0  # compressed layers do not use the first set of phases
     cos, sin = (
-        torch.cat((part, part[:1])).view(-1, turning // 2)[first:] for part in (angles.cos(), angles.sin())
+        torch.cat((part, part[:1])).view(-1, rope_dim // 2)[first:] for part in (angles.cos(), angles.sin())
     )
     cos, sin = (part[: 4 * rows].view(rows, 4, -1) for part in (cos, sin))
-    reach = ring + (min(topk, context // 4) if listed else context // ratio if ratio else 0)
+    reach = ring + (min(topk, context // 4) if indexed else context // ratio if ratio else 0)
     shares, share = portable.split_keys(rows, heads, reach)
     size = (rows, shares, heads)
     kernels = CudaBackend(device)
@@ -198,7 +199,7 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
         at = [(base + 37 * row) % 1000 for row in range(rows)]
         keys = torch.randn(rows + 2, ring, width, device=device).bfloat16()
         pages = torch.randn(table.numel(), per_page, width, device=device).bfloat16() if ratio else None
-        chosen = torch.full((rows, topk), -(2**30), dtype=torch.int32, device=device) if listed else None
+        chosen = torch.full((rows, topk), -(2**30), dtype=torch.int32, device=device) if indexed else None
         for row, position in enumerate(at):
             keys[slots[row], position + 1 :] = torch.nan
             count = (position + 1) // ratio if ratio else 0
@@ -206,9 +207,9 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
                 e = torch.arange(count, context // ratio, device=device)
                 pages[table[slots[row], e // per_page], e % per_page] = torch.nan
             if chosen is not None:
-                kept = torch.randperm(count, device=device)[:topk].sort().values
-                chosen[row, : len(kept)] = kept
-        found = []
+                selected = torch.randperm(count, device=device)[:topk].sort().values
+                chosen[row, : len(selected)] = selected
+        results = []
         for attend in (portable.attend, kernels.attend):
             buffers = [empty(*size, width), empty(*size), empty(*size)]
             out, half = (empty(rows, heads * width, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -232,14 +233,13 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
                 out,
                 half,
             )
-            found.append([*buffers, out, half])
-        for mine, true in zip(found[1], found[0]):
-            assert mine.isfinite().all()
-            mine, true = (
-                part.double() * (part > -1e29) for part in (mine, true)
-            )  # the peak of no key is -1e30
-            # Both round the same products; sums in another order move a probability or an output by one rounding.
-            assert (mine - true).norm() <= 2.0**-7 * true.norm()
+            results.append([*buffers, out, half])
+        for actual, expected in zip(results[1], results[0]):
+            assert actual.isfinite().all()
+            # The maximum over no keys is -1e30.
+            actual, expected = (part.double() * (part > -1e29) for part in (actual, expected))
+            # Both round the same products; the order of summation changes a probability or an output by one rounding.
+            assert (actual - expected).norm() <= 2.0**-7 * expected.norm()
 
 
 @triton.jit
@@ -253,12 +253,12 @@ def unpack(codes, scales, even, odd, half, BF16X2: tl.constexpr, ROWS: tl.conste
 
 
 @torch.inference_mode()
-def test_codes_become_pairs_exactly():
-    """Every byte with scales from the least to the largest, against the arithmetic that other GPUs use."""
+def test_fp4_codes_are_decoded_exactly():
+    """Every byte with scales from the smallest to the largest, compared with the arithmetic for other GPUs."""
     device = torch.device("cuda")
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8, device=device).clamp(1, 250).view(256, 1).repeat(1, 16)
-    found = []
+    results = []
     for paired in (False, True):
         parts = [torch.full((256, 256), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)]
         for first in (0, 128):
@@ -272,5 +272,5 @@ def test_codes_become_pairs_exactly():
                 ROWS=128,
                 BYTES=64,
             )
-        found.append(torch.cat(parts))
-    assert torch.equal(*(part.view(torch.int16) for part in found)) and found[0].isfinite().all()
+        results.append(torch.cat(parts))
+    assert torch.equal(*(part.view(torch.int16) for part in results)) and results[0].isfinite().all()

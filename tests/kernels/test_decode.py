@@ -1,15 +1,15 @@
-"""The Triton twins against the plain ones, kernel by kernel, at sizes that do not fit their tiles."""
+"""Triton decode kernels compared with the reference kernels, at sizes that are not multiples of their tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from birkhoff.kernels import experts as plain_experts
-from birkhoff.kernels import index as plain_index
+from birkhoff.kernels import experts as reference_experts
+from birkhoff.kernels import index as reference_index
 from birkhoff.kernels import quant
 from birkhoff.kernels.linear.packed import PackedWeight
-from birkhoff.kernels.mhc import reference as plain_mhc
+from birkhoff.kernels.mhc import reference as reference_mhc
 from birkhoff.kernels.rope import frequencies, phases, rotate
 from birkhoff.kernels.select import select
 from tests.interpreter import DEVICE, experts, index, linear, mhc
@@ -19,90 +19,96 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def close(mine: torch.Tensor, true: torch.Tensor, tolerance: float = 1e-5) -> None:
-    assert mine.shape == true.shape
-    assert (mine.double() - true.double()).abs().max() <= tolerance * true.double().abs().max().clamp_min(1.0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape
+    assert (
+        actual.double() - expected.double()
+    ).abs().max() <= tolerance * expected.double().abs().max().clamp_min(1.0)
 
 
 @pytest.mark.parametrize("rows, width", [(1, 64), (3, 40), (9, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_streams_are_read_and_written_as_the_plain_twin_does(rows, width, dtype):
+def test_read_and_write_match_the_reference(rows, width, dtype):
     streams, y = normal(1, rows, 4, width).to(dtype), normal(2, rows, width).to(dtype)
     fn, base, scale = normal(3, 24, 4 * width) * (4 * width) ** -0.5, normal(4, 24), normal(5, 3) + 1
-    given = (fn, base, scale, 20, 1e-6, 1e-6)
-    step = 1e-5 if dtype is torch.float32 else 2.0**-7  # the interpreter cuts bfloat16 off where a GPU rounds
-    for mine, true in zip(mhc.read(streams, *given), plain_mhc.read(streams, *given)):
-        assert mine.dtype == true.dtype
-        close(mine, true, step if mine.dtype is torch.bfloat16 else 1e-5)
-    _, _, post, mix = plain_mhc.read(streams, *given)
-    close(mhc.write(streams, y, post, mix), plain_mhc.write(streams, y, post, mix), step)
+    parameters = (fn, base, scale, 20, 1e-6, 1e-6)
+    # The interpreter truncates to bfloat16 where a GPU rounds.
+    step = 1e-5 if dtype is torch.float32 else 2.0**-7
+    for actual, expected in zip(mhc.read(streams, *parameters), reference_mhc.read(streams, *parameters)):
+        assert actual.dtype == expected.dtype
+        assert_close(actual, expected, step if actual.dtype is torch.bfloat16 else 1e-5)
+    _, _, post, mix = reference_mhc.read(streams, *parameters)
+    assert_close(mhc.write(streams, y, post, mix), reference_mhc.write(streams, y, post, mix), step)
 
 
-def test_a_transposed_mixer_would_be_noticed():
+def test_a_transposed_mixer_is_detected():
     streams, y = normal(1, 2, 4, 32), normal(2, 2, 32)
     post, mix = torch.rand(2, 4, device=DEVICE), torch.rand(2, 4, 4, device=DEVICE)
-    close(mhc.write(streams, y, post, mix), plain_mhc.write(streams, y, post, mix))
+    assert_close(mhc.write(streams, y, post, mix), reference_mhc.write(streams, y, post, mix))
     with pytest.raises(AssertionError):
-        close(
+        assert_close(
             mhc.write(streams, y, post, mix.transpose(1, 2).contiguous()),
-            plain_mhc.write(streams, y, post, mix),
+            reference_mhc.write(streams, y, post, mix),
         )
 
 
-def test_a_boundary_adds_parts_of_an_output_and_normalises():
-    """Write with an output in three parts, then read with the next sublayer's norm."""
+def test_a_boundary_sums_output_parts_and_normalises():
+    """Write an output given in three parts, then read with the norm of the next sublayer."""
     n, width = 5, 48
     streams, y = normal(1, n, 4, width), normal(2, n, 3, width)
     post, mix = torch.rand(n, 4, device=DEVICE), torch.rand(n, 4, 4, device=DEVICE)
     fn, base, scale, norm = normal(3, 24, 4 * width) * 0.1, normal(4, 24), normal(5, 3) + 1, normal(6, width)
-    written = plain_mhc.write(streams, y.sum(1), post, mix)
-    u, pre, new_post, new_mix = plain_mhc.read(written, fn, base, scale, 20, 1e-6, 1e-6)
+    written = reference_mhc.write(streams, y.sum(1), post, mix)
+    u, pre, new_post, new_mix = reference_mhc.read(written, fn, base, scale, 20, 1e-6, 1e-6)
     parts = torch.full((n, mhc.slices(n, width)[1], mhc.padded(24)), torch.nan, device=DEVICE)
     out = [torch.full(t.shape, torch.nan, device=DEVICE) for t in (u, pre, new_post, new_mix)]
     mhc.write_and_mix(streams, y, post, mix, fn, parts)
     mhc.read_streams(parts, streams, base, scale, norm, 20, 1e-6, 1e-6, 1e-6, *out)
-    close(streams, written)
-    close(out[0], torch.nn.functional.rms_norm(u, (width,), norm, 1e-6))
-    for mine, true in zip(out[1:], (pre, new_post, new_mix)):
-        close(mine, true)
+    assert_close(streams, written)
+    assert_close(out[0], torch.nn.functional.rms_norm(u, (width,), norm, 1e-6))
+    for actual, expected in zip(out[1:], (pre, new_post, new_mix)):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("count", [1, 5, 18])
 def test_products_of_stacked_matrices(count):
-    """FP8 matrices with tiles cut short, one above the other, and a plain one beside them."""
+    """Two stacked FP8 matrices with partial tiles, and an unquantised one."""
     first, second, third = normal(1, 40, 200) * 0.1, normal(2, 24, 200) * 3, normal(3, 17, 200)
     packed = [quant.quant_fp8(w) for w in (first, second)]
     weights = [PackedWeight.fp8(packed), PackedWeight.plain([third])]
     x = normal(4, count, 200)
     out = torch.full((count, 81), torch.nan, device=DEVICE)
     linear.gemv(weights, x, out)
-    true = torch.cat([quant.dequant_fp8(*pair) for pair in packed] + [third])
-    close(out, x @ true.T)
+    expected = torch.cat([quant.dequant_fp8(*pair) for pair in packed] + [third])
+    assert_close(out, x @ expected.T)
 
 
-def test_numbers_are_kept_short_only_where_that_loses_nothing():
+def test_weights_are_stored_as_bfloat16_only_if_exact():
     exact = normal(1, 4, 8).bfloat16().float()
     assert PackedWeight.plain([exact]).weight.dtype is torch.bfloat16
     assert PackedWeight.plain([exact, exact + 1e-4]).weight.dtype is torch.float32
 
 
-def test_a_grouped_product_reads_each_group_s_own_columns():
+def test_a_grouped_product_reads_the_columns_of_each_group():
     weight = normal(1, 64, 96) * 0.1
     codes = quant.quant_fp8(weight)
     x = normal(2, 3, 4 * 96)
     out = torch.full((3, 64), torch.nan, device=DEVICE)
     linear.gemv([PackedWeight.fp8([codes])], x, out, group=16)
     dense = quant.dequant_fp8(*codes).view(4, 16, 96)
-    close(out, torch.einsum("ngk,grk->ngr", x.view(3, 4, 96), dense).flatten(1))
+    assert_close(out, torch.einsum("ngk,grk->ngr", x.view(3, 4, 96), dense).flatten(1))
 
 
-def routed(logits, bias, table, tokens, places):
+def run_route(logits, bias, table, tokens, topk_experts):
     n, count = logits.shape
-    made = {"device": DEVICE, "dtype": torch.int32}
-    ids, weights = torch.full((n, places), -1, **made), torch.full((n, places), torch.nan, device=DEVICE)
+    options = {"device": DEVICE, "dtype": torch.int32}
+    ids, weights = (
+        torch.full((n, topk_experts), -1, **options),
+        torch.full((n, topk_experts), torch.nan, device=DEVICE),
+    )
     order, slots = (
-        torch.full((2, n * places), -1, **made),
-        torch.full((min(count, n * places), 16), -1, **made),
+        torch.full((2, n * topk_experts), -1, **options),
+        torch.full((min(count, n * topk_experts), 16), -1, **options),
     )
     experts.route(logits, bias, table, tokens, None, ids, weights, order, slots, 1.5)
     return ids, weights, order, slots
@@ -114,11 +120,13 @@ def test_routing_and_its_plan(n, hashed):
     logits, bias = normal(1, n, 12) * 4, normal(2, 12)
     table = torch.stack([torch.randperm(12)[:3] for _ in range(20)]).int().to(DEVICE) if hashed else None
     tokens = torch.arange(n, device=DEVICE) * 3
-    ids, weights, order, slots = routed(logits, None if hashed else bias, table, tokens, 3)
-    given = None if table is None else table[tokens].long()
-    true_ids, true_weights = plain_experts.route(logits, None if hashed else bias, given, 3, 1.5)
-    assert torch.equal(ids.long(), true_ids)
-    close(weights, true_weights)
+    ids, weights, order, slots = run_route(logits, None if hashed else bias, table, tokens, 3)
+    hashed_ids = None if table is None else table[tokens].long()
+    expected_ids, expected_weights = reference_experts.route(
+        logits, None if hashed else bias, hashed_ids, 3, 1.5
+    )
+    assert torch.equal(ids.long(), expected_ids)
+    assert_close(weights, expected_weights)
     assert sorted(order[1].tolist()) == list(range(3 * n))
     seen = []
     for expert, first, count in slots[:, :3].tolist():
@@ -132,77 +140,78 @@ def test_routing_and_its_plan(n, hashed):
     assert sorted(used, key=bool, reverse=True) == used, "slots in use come first"
 
 
-def test_equal_scores_go_to_the_lowest_expert_and_vanishing_ones_are_not_zero():
+def test_ties_go_to_the_lowest_expert_and_small_scores_are_not_zero():
     logits = torch.zeros(2, 8, device=DEVICE)
     logits[1] = torch.tensor([-40.0, -30, -41, -35, -30, -50, -60, -70])
-    ids, weights, *_ = routed(
+    ids, weights, *_ = run_route(
         logits, torch.zeros(8, device=DEVICE), None, torch.zeros(2, device=DEVICE).long(), 2
     )
     assert ids.tolist() == [[0, 1], [1, 4]]
-    close(weights[1], torch.tensor([0.75, 0.75], device=DEVICE))
+    assert_close(weights[1], torch.tensor([0.75, 0.75], device=DEVICE))
 
 
-def test_experts_are_read_where_the_table_says():
-    n, width, inner, count, places = 5, 64, 32, 6, 2
+def test_experts_are_read_from_the_addresses_of_the_table():
+    n, width, inner, count, topk_experts = 5, 64, 32, 6, 2
     stacks = []
     for expert in range(count):
         gate_up, down = normal(expert, 2 * inner, width) * 0.2, normal(50 + expert, width, inner) * 0.2
         stacks.append([t.contiguous() for w in (gate_up, down) for t in quant.quant_fp4(w)])
     table = torch.tensor([[t.data_ptr() for t in stack] for stack in stacks], device=DEVICE)
     x, logits = normal(1, n, width), normal(2, n, count)
-    nobody = torch.zeros(n, dtype=torch.long, device=DEVICE)
-    ids, weights, order, slots = routed(logits, torch.zeros(count, device=DEVICE), None, nobody, places)
+    token_ids = torch.zeros(n, dtype=torch.long, device=DEVICE)
+    ids, weights, order, slots = run_route(
+        logits, torch.zeros(count, device=DEVICE), None, token_ids, topk_experts
+    )
     z, y = (
-        torch.full((n * places, inner), torch.nan, device=DEVICE),
-        torch.zeros(n, places + 1, width, device=DEVICE),
+        torch.full((n * topk_experts, inner), torch.nan, device=DEVICE),
+        torch.zeros(n, topk_experts + 1, width, device=DEVICE),
     )
     experts.gate_up(x, table, slots, order, weights, z, 1.0)
     experts.down(z, table, slots, order, y)
-    stack = plain_experts.Stack(
+    stack = reference_experts.Stack(
         count, lambda e: quant.dequant_fp4(*stacks[e][:2]), lambda e: quant.dequant_fp4(*stacks[e][2:]).T
     )
-    close(y.sum(1), plain_experts.experts(x, ids.long(), weights, stack, 1.0, None))
+    assert_close(y.sum(1), reference_experts.experts(x, ids.long(), weights, stack, 1.0, None))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_indexer_scores_and_chooses(tied):
-    """Sequences with few and with many entries, in pages out of order; with equal scores the lowest entries win."""
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_indexer_scores_and_selects(ties):
+    """Sequences with few and with many entries, in unordered pages; ties go to the lowest entries."""
     heads, width, topk, entries = 16, 16, 12, 70
     positions = torch.tensor([4 * 70 - 1, 4 * 30 + 1, 4 * 12 + 2, 7], device=DEVICE)
     n = len(positions)
     pages = normal(1, 12, 32, width)
-    if tied:
+    if ties:
         pages = pages[:, :1].expand(-1, 32, -1).contiguous()
     table = torch.tensor([[2, 5, 7], [1, 0, 3], [4, 6, 8], [9, 10, 11]], device=DEVICE)
     slots, queries, weights = torch.arange(n, device=DEVICE), normal(2, n, heads * width), normal(3, n, heads)
-    turn = phases(positions.cpu(), frequencies(8, 10000.0))
-    cos, sin = (torch.stack([t] * 4, 1).to(DEVICE).contiguous() for t in (turn.cos, turn.sin))
+    rotation = phases(positions.cpu(), frequencies(8, 10000.0))
+    cos, sin = (torch.stack([t] * 4, 1).to(DEVICE).contiguous() for t in (rotation.cos, rotation.sin))
     scores = torch.full((n, entries), torch.nan, device=DEVICE)
     chosen = torch.full((n, topk), -1, dtype=torch.int32, device=DEVICE)
     index.score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, 0.5)
     index.topk_entries(scores, positions, chosen)
-    turn.cos, turn.sin = turn.cos.to(DEVICE), turn.sin.to(DEVICE)
-    q = rotate(queries.view(n, heads, width), turn)
+    rotation.cos, rotation.sin = rotation.cos.to(DEVICE), rotation.sin.to(DEVICE)
+    q = rotate(queries.view(n, heads, width), rotation)
     for row in range(n):
         count = int(positions[row] + 1) // 4
         keys = pages[table[row]].flatten(0, 1)[:count]
         if count <= topk:
             assert chosen[row, :count].tolist() == list(range(count))
             continue
-        true = plain_index.score(q[row][None, None], keys[None], weights[row][None, None] * 0.5)
-        close(scores[row, :count], true.view(-1), 1e-5)
+        expected = reference_index.score(q[row][None, None], keys[None], weights[row][None, None] * 0.5)
+        assert_close(scores[row, :count], expected.view(-1), 1e-5)
         visible = torch.ones(1, 1, count, dtype=torch.bool, device=DEVICE)
-        kept = (
-            plain_index.topk_mask(scores[row, :count].view(1, 1, -1), visible, topk)
+        selected = (
+            reference_index.topk_mask(scores[row, :count].view(1, 1, -1), visible, topk)
             .view(-1)
             .nonzero()
             .view(-1)
         )
-        assert chosen[row].tolist() == kept.tolist()
+        assert chosen[row].tolist() == selected.tolist()
 
 
-def test_a_long_choice_is_made_in_several_rounds():
-    """More scores than one tile holds."""
+def test_topk_over_more_scores_than_one_tile():
     scores = normal(1, 1, 5000)
     scores[0, 17] = scores[0, 4900] = 9.0
     positions, chosen = (
@@ -213,12 +222,14 @@ def test_a_long_choice_is_made_in_several_rounds():
     assert chosen[0].tolist() == scores[0].topk(12).indices.sort().values.tolist()
 
 
-def test_the_set_for_a_gpu_holds_the_twins_and_leaves_other_stream_counts_to_the_plain_one():
+def test_the_triton_set_uses_the_reference_for_other_stream_counts():
     chosen = select("triton")
     assert chosen.name == "triton"
     for m in (2, 4):
         streams, size = normal(1, 3, m, 16), (2 + m) * m
-        given = (normal(2, size, m * 16), normal(3, size), normal(4, 3), 5, 1e-6, 1e-6)
+        parameters = (normal(2, size, m * 16), normal(3, size), normal(4, 3), 5, 1e-6, 1e-6)
         with torch.no_grad():
-            for mine, true in zip(chosen.mhc_read(streams, *given), plain_mhc.read(streams, *given)):
-                close(mine, true)
+            for actual, expected in zip(
+                chosen.mhc_read(streams, *parameters), reference_mhc.read(streams, *parameters)
+            ):
+                assert_close(actual, expected)

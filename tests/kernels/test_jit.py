@@ -1,4 +1,4 @@
-"""Compiled twins come up wherever the package is installed, also where nothing can be written."""
+"""CPU twins compile wherever the package is installed, also if no cache directory is writable."""
 
 import os
 import subprocess
@@ -17,17 +17,17 @@ print(out[1].tolist(), cpu.matmul.stats.cache_path)
 """
 
 
-def test_without_a_place_to_cache_functions_are_compiled_all_the_same():
-    # the only place to look is one that the user did not name: what an unwritable package and home come to
+def test_functions_are_compiled_without_a_cache_directory():
+    # The only cache locator is one that the user has not configured: equivalent to an unwritable package and home.
     env = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[3.0, 12.0, 21.0, 30.0] None"
+    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "[3.0, 12.0, 21.0, 30.0] None"
 
 
-def test_another_folder_can_be_named(tmp_path):
+def test_the_cache_directory_can_be_set(tmp_path):
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"[3.0, 12.0, 21.0, 30.0] {tmp_path / 'kept'}")
+    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(f"[3.0, 12.0, 21.0, 30.0] {tmp_path / 'kept'}")
     assert list((tmp_path / "kept").rglob("*.nbi"))

@@ -1,4 +1,4 @@
-"""mHC: the specification's numbers, Sinkhorn's bounds as they are and not as theory has them, float64, orientation."""
+"""mHC: values of the specification, measured bounds of Sinkhorn, comparison with float64, orientation of the mixer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tests.model.float64 import Float64
 from tests.models import variant
 from tests.sizes import scaled
 
-ROW_SLACK = (
-    0.085  # four streams, twenty rounds: the walk ends on columns, rows are left this far off at worst
-)
+# Largest error of a row sum for four streams and twenty iterations, which end with a pass over the columns.
+ROW_SLACK = 0.085
 
 
-def test_sinkhorn_of_the_specification():
+def test_sinkhorn_matches_the_specification():
     logits = torch.tensor([[2 * np.sin(0.37 * (4 * j + k)) for k in range(4)] for j in range(4)])
     expected = [
         [0.0641312, 0.1675391, 0.3282305, 0.4400983],
@@ -42,14 +41,14 @@ def test_sinkhorn_is_nearly_doubly_stochastic(logits):
     pattern=hnp.arrays(np.int8, (50, 4, 4), elements=st.integers(-2, 2)),
     scale=st.sampled_from([0.0, 1.0, 8.0, 100.0, 1e4]),
 )
-def test_extreme_logits_stay_finite_and_their_columns_whole(pattern, scale):
+def test_extreme_logits_stay_finite_with_columns_summing_to_one(pattern, scale):
     mix = sinkhorn(torch.tensor(pattern, dtype=torch.float32) * scale, 20, 1e-6)
     assert torch.isfinite(mix).all() and (mix >= 0).all()
     assert (mix.sum(-2) - 1).abs().max() < 2e-6 and (mix.sum(-1) - 1).abs().max() < ROW_SLACK
 
 
-def test_rows_are_far_from_exact_at_worst_and_exact_for_mild_logits():
-    """The bound above is tight: a search of this size comes within a few percent of it."""
+def test_row_sums_are_off_at_worst_and_exact_for_small_logits():
+    """The bound above is tight: a random search of this size reaches 80 % of it."""
     logits = torch.randn(20000, 4, 4, generator=torch.Generator().manual_seed(0)) * 16
     worst = (sinkhorn(logits, 20, 1e-6).sum(-1) - 1).abs().max().item()
     print(
@@ -65,7 +64,7 @@ def test_one_round_is_a_softmax_and_one_pass_over_the_columns():
     assert torch.equal(sinkhorn(logits, 1, 1e-3), mix / (mix.sum(-2, keepdim=True) + 1e-3))
 
 
-def drawn(m: int, width: int, seed: int, spread: float = 1.0):
+def random_weights(m: int, width: int, seed: int, spread: float = 1.0):
     g = torch.Generator().manual_seed(seed)
     fn = torch.randn((2 + m) * m, m * width, generator=g) * spread * (m * width) ** -0.5
     return fn, torch.randn((2 + m) * m, generator=g), torch.randn(3, generator=g) + 1
@@ -79,8 +78,8 @@ def drawn(m: int, width: int, seed: int, spread: float = 1.0):
     exponent=st.integers(-10, 10),
     seed=st.integers(0, 999),
 )
-def test_read_and_write_are_the_definition(kernels, rows, m, width, iters, exponent, seed):
-    fn, base, scale = drawn(m, width, seed)
+def test_read_and_write_match_the_definition(kernels, rows, m, width, iters, exponent, seed):
+    fn, base, scale = random_weights(m, width, seed)
     g = torch.Generator().manual_seed(seed + 1)
     streams = torch.randn(rows, m, width, generator=g) * 2.0**exponent
     y = torch.randn(rows, width, generator=g)
@@ -90,19 +89,21 @@ def test_read_and_write_are_the_definition(kernels, rows, m, width, iters, expon
     model = Float64(config.to_dict(), {"hc_fn": fn, "hc_base": base, "hc_scale": scale})
     size = streams.abs().max().item()
     for i in range(0, rows, 7):
-        true_u, true_post, true_mix = model.read("hc", streams[i].double().numpy())
-        assert np.abs(u[i].numpy() - true_u).max() < 1e-5 * size
+        expected_u, expected_post, expected_mix = model.read("hc", streams[i].double().numpy())
+        assert np.abs(u[i].numpy() - expected_u).max() < 1e-5 * size
         assert (
-            np.abs(post[i].numpy() - true_post).max() < 1e-5
-            and np.abs(mix[i].numpy() - true_mix).max() < 1e-5
+            np.abs(post[i].numpy() - expected_post).max() < 1e-5
+            and np.abs(mix[i].numpy() - expected_mix).max() < 1e-5
         )
-        assert np.abs((pre[i] @ streams[i]).numpy() - true_u).max() < 1e-5 * size
-        true = model.write(streams[i].double().numpy(), y[i].double().numpy(), true_post, true_mix)
-        assert np.abs(after[i].numpy() - true).max() < 1e-5 * (size + 1) * m
+        assert np.abs((pre[i] @ streams[i]).numpy() - expected_u).max() < 1e-5 * size
+        expected = model.write(
+            streams[i].double().numpy(), y[i].double().numpy(), expected_post, expected_mix
+        )
+        assert np.abs(after[i].numpy() - expected).max() < 1e-5 * (size + 1) * m
 
 
-def test_gates_that_are_shut_or_wide_open(kernels):
-    """Logits of two hundred and more: no warning, no NaN, the limits exactly."""
+def test_saturated_gates(kernels):
+    """Logits of 200 and more give no NaN and the exact limits."""
     m, width = 4, 8
     base = torch.zeros(24)
     base[0], base[1], base[4], base[5] = 200.0, -200.0, 200.0, -200.0
@@ -116,7 +117,7 @@ def test_gates_that_are_shut_or_wide_open(kernels):
     assert (mix - torch.eye(4)).abs().max() < 1e-5
 
 
-def test_the_mixer_carries_from_its_first_index_to_its_second(kernels):
+def test_the_mixer_maps_its_first_index_to_its_second(kernels):
     streams = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     mix = torch.tensor([[[0.1, 0.9], [0.7, 0.3]]])  # stream 0 goes mostly to stream 1
     out = kernels.mhc_write(streams, torch.tensor([[10.0, 20.0]]), torch.tensor([[1.0, 0.5]]), mix)
@@ -124,7 +125,7 @@ def test_the_mixer_carries_from_its_first_index_to_its_second(kernels):
 
 
 def test_the_order_of_outputs_is_pre_post_mix_row_by_row(kernels):
-    """With a zero projection the coefficients are the base alone."""
+    """With a zero projection the coefficients depend on the base alone."""
     base = torch.linspace(-2, 2, 24)
     _, pre, post, mix = kernels.mhc_read(
         torch.ones(1, 4, 3), torch.zeros(24, 12), base, torch.ones(3), 20, 1e-6, 1e-6
@@ -135,20 +136,21 @@ def test_the_order_of_outputs_is_pre_post_mix_row_by_row(kernels):
     assert torch.allclose(mix[0], sinkhorn(base[8:].view(4, 4), 20, 1e-6), atol=1e-6)
 
 
-def test_one_statistic_over_all_streams(kernels):
-    """Doubling one stream rescales the logits of all: the RMS is taken over the concatenation."""
-    fn, base, scale = drawn(4, 16, 3)
+def test_the_rms_is_taken_over_all_streams(kernels):
+    """Scaling one stream changes the logits of all: the RMS is taken over the concatenation."""
+    fn, base, scale = random_weights(4, 16, 3)
     streams = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(4))
-    louder = kernels.mhc_read(streams * 8, fn, base, scale, 20, 1e-6, 1e-6)
+    scaled_streams = kernels.mhc_read(streams * 8, fn, base, scale, 20, 1e-6, 1e-6)
     plain = kernels.mhc_read(streams, fn, base, scale, 20, 1e-6, 1e-6)
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(louder[1:], plain[1:]))  # a common factor drops out
+    # A common factor cancels.
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(scaled_streams[1:], plain[1:]))
     uneven = streams.clone()
     uneven[:, 0] *= 8
     assert (kernels.mhc_read(uneven, fn, base, scale, 20, 1e-6, 1e-6)[2] - plain[2]).abs().max() > 1e-2
 
 
-def test_rows_do_not_see_each_other(kernels):
-    fn, base, scale = drawn(4, 24, 5)
+def test_rows_are_independent(kernels):
+    fn, base, scale = random_weights(4, 24, 5)
     streams = torch.randn(70, 4, 24, generator=torch.Generator().manual_seed(6))
     whole = kernels.mhc_read(streams, fn, base, scale, 20, 1e-6, 1e-6)
     for i in (0, 3, 69):
@@ -157,7 +159,7 @@ def test_rows_do_not_see_each_other(kernels):
 
 
 def test_bfloat16_streams_are_rounded_once(kernels):
-    fn, base, scale = drawn(4, 24, 7)
+    fn, base, scale = random_weights(4, 24, 7)
     g = torch.Generator().manual_seed(8)
     streams, y = torch.randn(40, 4, 24, generator=g).bfloat16(), torch.randn(40, 24, generator=g).bfloat16()
     u, _, post, mix = kernels.mhc_read(streams, fn, base, scale, 20, 1e-6, 1e-6)
@@ -169,7 +171,7 @@ def test_bfloat16_streams_are_rounded_once(kernels):
     assert (out != kernels.mhc_write(streams.float(), y.float(), post, mix).bfloat16()).float().mean() < 1e-2
 
 
-def test_head_merges_by_sigmoid_weights_of_its_own():
+def test_head_merges_streams_by_sigmoid_weights():
     g = torch.Generator().manual_seed(9)
     streams, fn, base, scale = (torch.randn(s, generator=g) for s in ((6, 4, 10), (4, 40), (4,), (1,)))
     merged, weights = head(streams, fn, base, scale, 1e-6, 1e-6)
@@ -179,8 +181,8 @@ def test_head_merges_by_sigmoid_weights_of_its_own():
     assert torch.allclose(merged, torch.einsum("nm,nmd->nd", weights, streams))
 
 
-def test_any_leading_shape_of_the_plain_twin():
-    fn, base, scale = drawn(3, 5, 10)
+def test_the_reference_takes_any_leading_shape():
+    fn, base, scale = random_weights(3, 5, 10)
     streams = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(11))
     u, pre, post, mix = read(streams, fn, base, scale, 20, 1e-6, 1e-6)
     assert u.shape == (2, 4, 5) and pre.shape == post.shape == (2, 4, 3) and mix.shape == (2, 4, 3, 3)

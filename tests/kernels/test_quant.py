@@ -1,4 +1,4 @@
-"""Every format against its definition, element by element, in exact arithmetic."""
+"""Each format compared with its definition, element by element, in exact arithmetic."""
 
 import math
 from bisect import bisect_left
@@ -29,7 +29,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def ceil_log2(ratio: Fraction) -> int:
-    """Smallest k with ratio <= 2^k, in whole numbers."""
+    """Smallest integer k with ratio <= 2^k, in integer arithmetic."""
     k = ratio.numerator.bit_length() - ratio.denominator.bit_length() - 1
     while ratio > Fraction(2) ** k:
         k += 1
@@ -37,7 +37,7 @@ def ceil_log2(ratio: Fraction) -> int:
 
 
 def nearest_even(value: float, grid: list[float]) -> float:
-    """The grid value closest to `value`; of two, the one with the even code. `grid` ascends from code 0.
+    """The value of `grid` closest to `value`; ties go to the even code. `grid` ascends from code 0.
 
     Values and grids are short dyadic numbers, so the differences are exact in double precision.
     """
@@ -50,7 +50,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def test_e8m0_of_every_byte():
+def test_decode_e8m0_of_every_byte():
     values = quant.decode_e8m0(torch.arange(256, dtype=torch.uint8))
     assert values[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)]
     assert math.isnan(values[255])
@@ -58,7 +58,7 @@ def test_e8m0_of_every_byte():
     assert same_bits(quant.decode_e8m0(as_float8), values)
 
 
-def test_fp8_of_every_code():
+def test_dequant_fp8_of_every_code():
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
     values = quant.dequant_fp8(codes, torch.full((1, 1), 127, dtype=torch.uint8)).flatten().tolist()
     for code, value in enumerate(values):
@@ -66,7 +66,7 @@ def test_fp8_of_every_code():
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=seeds)
-def test_dequant_fp8_is_the_definition_with_ragged_tiles(rows, columns, seed):
+def test_dequant_fp8_matches_the_definition_with_partial_tiles(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
     scale = torch.randint(
@@ -81,25 +81,25 @@ def test_dequant_fp8_is_the_definition_with_ragged_tiles(rows, columns, seed):
 
 
 @given(rows=st.integers(1, 20), groups=st.integers(1, 6), seed=seeds)
-def test_dequant_fp4_is_the_definition_low_nibble_first(rows, groups, seed):
+def test_dequant_fp4_matches_the_definition_low_nibble_first(rows, groups, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, 16 * groups), dtype=torch.uint8, generator=generator)
     scale = torch.randint(0, 255, (rows, groups), dtype=torch.uint8, generator=generator)
-    ours = quant.dequant_fp4(codes, scale)
-    assert same_bits(ours, quant.dequant_fp4(codes.view(torch.int8), scale))
+    actual = quant.dequant_fp4(codes, scale)
+    assert same_bits(actual, quant.dequant_fp4(codes.view(torch.int8), scale))
     table = torch.tensor(E2M1, dtype=torch.float64)
     exact = torch.empty(rows, 32 * groups, dtype=torch.float64)
     exact[:, 0::2], exact[:, 1::2] = table[(codes & 15).long()], table[(codes >> 4).long()]
     exact *= torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
-    assert same_bits(ours, exact.float())
+    assert same_bits(actual, exact.float())
 
 
 @given(rows=st.integers(1, 260), columns=st.integers(1, 260), seed=seeds)
-def test_fp8_values_survive_quantising_again(rows, columns, seed):
+def test_requantising_fp8_is_exact(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
     codes[(codes & 0x7F) == 0x7F] = 0
-    codes[::128, ::128] = 0x7E  # 448 in every tile: then codes and scales have only one spelling
+    codes[::128, ::128] = 0x7E  # 448 in every tile: makes codes and scales unique
     scale = torch.randint(
         20, 240, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8, generator=generator
     )
@@ -109,7 +109,7 @@ def test_fp8_values_survive_quantising_again(rows, columns, seed):
 
 
 @given(rows=st.integers(1, 40), groups=st.integers(1, 6), seed=seeds)
-def test_fp4_values_survive_quantising_again(rows, groups, seed):
+def test_requantising_fp4_is_exact(rows, groups, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, 16 * groups), dtype=torch.uint8, generator=generator)
     codes[:, ::16] = 0xF7  # 6 and -6 in every group
@@ -118,15 +118,15 @@ def test_fp4_values_survive_quantising_again(rows, groups, seed):
     assert torch.equal(again_scale, scale) and torch.equal(again_codes, codes)
 
 
-@given(seed=seeds, biggest=st.integers(0, 0x7E))
-def test_values_survive_even_when_the_scale_moves(seed, biggest):
-    """A tile whose largest code is small gets a finer scale; its values may not change."""
+@given(seed=seeds, max_code=st.integers(0, 0x7E))
+def test_requantising_is_exact_if_the_scale_changes(seed, max_code):
+    """A tile whose largest code is small gets a smaller scale; its values must not change."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, biggest + 1, (9, 64), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(0, max_code + 1, (9, 64), dtype=torch.uint8, generator=generator)
     codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, generator=generator) << 7
     weight = quant.dequant_fp8(codes, torch.full((1, 1), 120, dtype=torch.uint8))
     assert same_bits(quant.dequant_fp8(*quant.quant_fp8(weight)), weight)
-    nibbles = torch.randint(0, biggest % 8 + 1, (9, 64), dtype=torch.uint8, generator=generator)
+    nibbles = torch.randint(0, max_code % 8 + 1, (9, 64), dtype=torch.uint8, generator=generator)
     weight = quant.dequant_fp4(
         nibbles[:, 0::2] | nibbles[:, 1::2] << 4, torch.full((9, 2), 120, dtype=torch.uint8)
     )
@@ -134,7 +134,7 @@ def test_values_survive_even_when_the_scale_moves(seed, biggest):
 
 
 @given(seed=seeds, exponent=st.integers(-60, 60))
-def test_quantised_weights_are_the_nearest_code(seed, exponent):
+def test_weights_are_quantised_to_the_nearest_code(seed, exponent):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(2, 64, generator=generator) * 2.0**exponent
     codes, scale = quant.quant_fp8(weight)
@@ -149,8 +149,10 @@ def test_quantised_weights_are_the_nearest_code(seed, exponent):
             members = weight[row, 32 * group : 32 * group + 32]
             k = ceil_log2(Fraction(members.abs().max().item()) / 6)
             assert scale[row, group] == k + 127
-            got = quant.dequant_fp4(codes, scale)[row, 32 * group : 32 * group + 32]
-            assert got.tolist() == [nearest_even(w / 2.0**k, E2M1[:8]) * 2.0**k for w in members.tolist()]
+            actual_group = quant.dequant_fp4(codes, scale)[row, 32 * group : 32 * group + 32]
+            assert actual_group.tolist() == [
+                nearest_even(w / 2.0**k, E2M1[:8]) * 2.0**k for w in members.tolist()
+            ]
 
 
 def test_zero_and_tiny_weights_quantise():
@@ -164,20 +166,20 @@ def test_zero_and_tiny_weights_quantise():
 
 
 def test_scale_is_exact_for_every_bfloat16_amax():
-    """ceil(log2(amax / 448)) and / 6 in whole numbers, for all bfloat16 values from 0 to 2^127."""
+    """ceil(log2(amax / 448)) and ceil(log2(amax / 6)) in integer arithmetic, for all bfloat16 from 0 to 2^127."""
     bits = torch.arange(0x7F00, dtype=torch.int32).to(torch.int16)
     values = bits.view(torch.bfloat16)[:, None]
     fp8, fp4 = quant.fp8_round(values, 1).flatten().tolist(), quant.fp4_round(values, 1).flatten().tolist()
-    for value, ours8, ours4 in zip(values.flatten().tolist()[1:], fp8[1:], fp4[1:], strict=True):
+    for value, actual8, actual4 in zip(values.flatten().tolist()[1:], fp8[1:], fp4[1:], strict=True):
         s8 = 2.0 ** ceil_log2(Fraction(max(value, 1e-4)) / 448)
         s4 = 2.0 ** ceil_log2(Fraction(max(value, 6 * 2.0**-126)) / 6)
-        assert ours8 == nearest_even(value / s8, E4M3[:127]) * s8
-        assert ours4 == nearest_even(value / s4, E2M1[:8]) * s4
+        assert actual8 == nearest_even(value / s8, E4M3[:127]) * s8
+        assert actual4 == nearest_even(value / s4, E2M1[:8]) * s4
     assert fp8[0] == fp4[0] == 0.0
 
 
 @given(width=st.integers(1, 300), group=st.sampled_from([32, 64, 128]), seed=seeds)
-def test_activation_rounding_is_the_definition_with_a_ragged_group(width, group, seed):
+def test_activation_rounding_matches_the_definition_with_a_partial_group(width, group, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(2, width, generator=generator) * torch.exp(3 * torch.randn(2, width, generator=generator))
     fp8, fp4 = quant.fp8_round(x, group), quant.fp4_round(x, group)
@@ -198,10 +200,10 @@ def test_activation_rounding_is_the_definition_with_a_ragged_group(width, group,
 def test_a_group_with_amax_448_keeps_scale_one():
     x = torch.zeros(1, 128)
     x[0, 0], x[0, 1], x[0, 2] = 448.0, 2.0**-9, 2.0**-10
-    # The step 2^-9 is there, so the scale is 1; half of it is a tie and goes to even.
+    # The step 2^-9 is representable, so the scale is 1; half of the step is a tie and rounds to even.
     assert quant.fp8_round(x, 128)[0, :3].tolist() == [448.0, 2.0**-9, 0.0]
     x[0, 0] = torch.nextafter(torch.tensor(448.0), torch.tensor(449.0))
-    assert quant.fp8_round(x, 128)[0, :2].tolist() == [448.0, 0.0]  # scale 2 now, and 2^-9 is the tie
+    assert quant.fp8_round(x, 128)[0, :2].tolist() == [448.0, 0.0]  # the scale is 2, and 2^-9 is a tie
 
 
 def test_fp4_ties_go_to_even_codes():
@@ -226,10 +228,10 @@ def test_hadamard_is_sylvester_order_and_orthogonal(width):
     from scipy.linalg import hadamard as sylvester
 
     x = torch.randn(7, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
-    ours = quant.hadamard(x.float())
+    actual = quant.hadamard(x.float())
     exact = x.float().double() @ torch.tensor(sylvester(width), dtype=torch.float64) * width**-0.5
-    assert (ours.double() - exact).abs().max() < 2e-6
-    assert (quant.hadamard(ours) - x.float()).abs().max() < 2e-6
+    assert (actual.double() - exact).abs().max() < 2e-6
+    assert (quant.hadamard(actual) - x.float()).abs().max() < 2e-6
 
 
 def test_hadamard_rows_do_not_depend_on_the_batch():
@@ -238,7 +240,7 @@ def test_hadamard_rows_do_not_depend_on_the_batch():
     assert all(same_bits(whole[i : i + 1], quant.hadamard(x[i : i + 1])) for i in range(33))
 
 
-def test_bad_inputs_are_typed():
+def test_bad_inputs_raise_typed_errors():
     fp8, byte = torch.zeros(130, 64, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, dtype=torch.uint8)
     with pytest.raises(TensorShape, match=r"\(1, 1\), expected \(2, 1\)"):
         quant.dequant_fp8(fp8, byte)

@@ -1,4 +1,4 @@
-"""The CUDA sampling kernel against the plain sampler: same tokens, same log-probabilities, any batch."""
+"""CUDA sampling kernel compared with the reference sampler: same tokens and log-probabilities in any batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FixedMask:
         return self._allowed
 
 
-def test_a_rows_parameters_have_the_size_of_the_kernels_struct():
+def test_row_params_match_the_struct_of_the_kernel():
     text = SOURCE.read_text()
     struct = text[text.index("struct RowParams {") : text.index("};", text.index("struct RowParams {"))]
     names = [part.split("//")[0] for part in struct.splitlines()[1:]]
@@ -33,9 +33,9 @@ def test_a_rows_parameters_have_the_size_of_the_kernels_struct():
     assert f"ITEMS = {MAX_VOCAB // (8 * 512)}" in text
 
 
-def test_noise_keys_of_an_array_are_those_of_its_numbers():
-    numbers = [random.Random(7).getrandbits(64) for _ in range(64)]
-    assert _mix64_array(np.array(numbers, np.uint64)).tolist() == [_mix64(number) for number in numbers]
+def test_mix64_of_an_array_matches_the_scalar_function():
+    values = [random.Random(7).getrandbits(64) for _ in range(64)]
+    assert _mix64_array(np.array(values, np.uint64)).tolist() == [_mix64(value) for value in values]
 
 
 def test_a_cpu_has_no_device_sampler():
@@ -69,7 +69,7 @@ def random_params(draw: random.Random) -> SamplingParams:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(12))
-def test_the_kernel_draws_what_the_plain_sampler_draws(kernel, seed):
+def test_the_kernel_matches_the_reference_sampler(kernel, seed):
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     count = draw.choice([1, 2, 8, 17, 64])
@@ -85,13 +85,13 @@ def test_the_kernel_draws_what_the_plain_sampler_draws(kernel, seed):
         prompt = [draw.randrange(VOCAB) for _ in range(50)]
         mask = FixedMask(torch.rand(VOCAB, generator=generator) < 0.3) if draw.random() < 0.2 else None
         accepted = [draw.randrange(VOCAB) for _ in range(draw.choice([0, 2, 5]))]
-        for device, made in rows.items():
+        for device, states in rows.items():
             row = SamplingState(
                 params, VOCAB, seed=noise, prompt_ids=prompt, eos_ids=[1, 2], device=device, mask=mask
             )
             for token in accepted:
                 row.accept(token)
-            made.append(row)
+            states.append(row)
     plain = sample(logits, rows["cpu"])
     fast = kernel.sample(logits.cuda(), rows["cuda"])
     assert [type(drawn) for drawn in plain] == [type(drawn) for drawn in fast]
@@ -105,7 +105,7 @@ def test_the_kernel_draws_what_the_plain_sampler_draws(kernel, seed):
 
 
 @pytest.mark.gpu
-def test_a_row_alone_is_the_row_in_a_batch(kernel):
+def test_a_row_does_not_depend_on_the_batch(kernel):
     logits = torch.randn(64, VOCAB, device="cuda") * 3
     params = SamplingParams.from_kwargs(temperature=0.8, top_p=0.95)
     rows = [SamplingState(params, VOCAB, seed=seed, device="cuda") for seed in range(64)]
@@ -124,6 +124,5 @@ def test_draws_follow_the_distribution(kernel):
         for drawn in kernel.sample(logits, rows):
             counts[drawn.token] += 1
     expected = logits[0, :6].softmax(0).cpu().double().numpy() * draws
-    assert (
-        (counts - expected) ** 2 / expected
-    ).sum() < 25.7  # 99.99 % of a chi-square with 5 degrees of freedom
+    # The 99.99 % quantile of a chi-square distribution with 5 degrees of freedom.
+    assert ((counts - expected) ** 2 / expected).sum() < 25.7

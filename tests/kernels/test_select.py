@@ -1,4 +1,4 @@
-"""The twins as pairs: one signature, no gradients lost, and a plain set wherever the fast one cannot run."""
+"""Selection of kernels: equal signatures of twins, gradients, and the reference set where the fast one cannot run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from birkhoff.kernels.select import TWINS, KernelSet, select
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_twins_have_one_signature(name):
+def test_twins_have_the_same_signature(name):
     plain, fast = TWINS[name]
     assert [(p.name, p.default) for p in inspect.signature(plain).parameters.values()] == [
         (p.name, p.default) for p in inspect.signature(fast).parameters.values()
     ]
 
 
-def test_a_set_holds_every_pair():
+def test_a_kernel_set_has_every_operation():
     assert {f.name for f in fields(KernelSet)} == {"name", *TWINS}
     plain = select("reference")
     assert plain.name == "reference" and all(getattr(plain, name) is pair[0] for name, pair in TWINS.items())
 
 
 @pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
-def test_while_gradients_are_recorded_the_plain_twin_runs():
+def test_the_reference_runs_while_gradients_are_recorded():
     fast = select("cpu")
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
     weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
@@ -37,6 +37,6 @@ def test_while_gradients_are_recorded_the_plain_twin_runs():
         assert not fast.linear(x, weight).requires_grad
 
 
-def test_without_a_compiler_the_plain_set_is_given(monkeypatch):
+def test_without_a_compiler_the_reference_set_is_selected(monkeypatch):
     monkeypatch.setattr(jit, "AVAILABLE", False)
     assert select("cpu").name == "reference"

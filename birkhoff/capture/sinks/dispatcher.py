@@ -330,14 +330,14 @@ class Dispatcher:
                     queue.fail(key, _rows(chunk), str(error))
                 return
             queues = self._open[key]
-        wanted = queues if consumers is None else tuple(name for name in queues if name in set(consumers))
+        targets = queues if consumers is None else tuple(name for name in queues if name in set(consumers))
         try:
             chunk.check()
-            for name in wanted:
+            for name in targets:
                 self.queues[name].put(chunk)
         except Exception as error:
             log.warning("a chunk of %s was not captured: %s", quoted(key), error)
-            for name in wanted:
+            for name in targets:
                 self.queues[name].fail(key, _rows(chunk), _error_text(error))
 
     def finish(

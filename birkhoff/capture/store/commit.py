@@ -123,8 +123,10 @@ class Committer:
 
     def _sync_directories(self, files: list[OpenFile]) -> None:
         """Sync the directories: a file without a durable directory entry is lost."""
-        wanted = [path for file in files if file.error is None for path in sorted(file.unsynced_directories)]
-        failed = sync_directories(self._disk, wanted) if self._sync else {}
+        unsynced = [
+            path for file in files if file.error is None for path in sorted(file.unsynced_directories)
+        ]
+        failed = sync_directories(self._disk, unsynced) if self._sync else {}
         for file in files:
             for path in file.unsynced_directories & failed.keys():
                 file.poison(failed[path])

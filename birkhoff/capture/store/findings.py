@@ -127,9 +127,9 @@ class Findings:
             if not isinstance(stem, str) or os.path.basename(stem) != stem or stem.startswith("."):
                 raise ValueError(f"payload {quoted(stem)}")
             self._seen[stem] = None
-            wanted = self._only is None or request in self._only
-            good = wanted and request not in self.broken and self._intact(stem, body)
-            if wanted and not good:
+            requested = self._only is None or request in self._only
+            good = requested and request not in self.broken and self._intact(stem, body)
+            if requested and not good:
                 self.broken.add(request)
             self.good.append(good)
 

@@ -84,16 +84,16 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
 
 def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: Disk | None = None) -> None:
     """Remove requests from a tag's directory. Their bytes in a shard remain, unreferenced."""
-    disk, wanted = disk or Disk(), frozenset(requests)
-    for sidecar in list(_sidecars(Path(directory))) if wanted else ():
+    disk, requested = disk or Disk(), frozenset(requests)
+    for sidecar in list(_sidecars(Path(directory))) if requested else ():
         facts = json.loads(sidecar.read_bytes())
         listed = facts.get("requests")
         if not isinstance(listed, dict):
-            if str(facts.get("request_id")) in wanted:
+            if str(facts.get("request_id")) in requested:
                 _remove(disk, sidecar)
-        elif wanted & listed.keys():
-            facts["requests"] = {name: known for name, known in listed.items() if name not in wanted}
-            facts["entries"] = [entry for entry in facts["entries"] if entry["request_id"] not in wanted]
+        elif requested & listed.keys():
+            facts["requests"] = {name: known for name, known in listed.items() if name not in requested}
+            facts["entries"] = [entry for entry in facts["entries"] if entry["request_id"] not in requested]
             if facts["requests"]:
                 _replace(disk, sidecar, facts)
             else:

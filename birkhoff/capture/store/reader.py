@@ -130,7 +130,7 @@ def read_packed(
                 array = _read(file, record, verify, mmap, on_damage)
                 if array is not None:
                     parts.setdefault((record.hook, record.layer), []).append((record, array))
-            entries.update({address: _joined(found, file.facts) for address, found in parts.items()})
+            entries.update({address: _joined(records, file.facts) for address, records in parts.items()})
     return entries
 
 
@@ -200,18 +200,18 @@ def read_sharded(
 ) -> dict[str, CaptureEntries]:
     """Read the sealed shards of a tag, or only `requests` of it. A request that spans shards is joined."""
     directory = Path(directory)
-    wanted = None if requests is None else set(requests)
+    requested = None if requests is None else set(requests)
     parts: dict[tuple[str, str, int], list[tuple[SidecarEntry, Array]]] = {}
     facts: dict[str, dict[str, Any]] = {}
     rows: dict[str, int] = {}  # rows listed by the shards; fewer than a request's total if a shard is missing
-    found = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
-    for _, name in sorted(found):  # a slot's shards in the order they were written
+    shards = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
+    for _, name in sorted(shards):  # a slot's shards in the order they were written
         with CaptureFile(directory / name) as file:
-            _collect_facts(file, wanted, facts)
+            _collect_facts(file, requested, facts)
             for record in sorted(file.records, key=lambda record: record.offset):
                 if record.request_id is None:
                     raise CaptureFileError(f"{file.path}: an entry of {record.name} names no request_id.")
-                if wanted is None or record.request_id in wanted:
+                if requested is None or record.request_id in requested:
                     rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
                     array = _read(file, record, verify, False, on_damage)
                     if array is not None:
@@ -316,12 +316,12 @@ def _joined_labels(parts: list[Any]) -> Any:
     return [label for part in parts for label in (part if isinstance(part, list) else part.tolist())]
 
 
-def _collect_facts(file: CaptureFile, wanted: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:
+def _collect_facts(file: CaptureFile, requested: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:
     """Collect what a shard says about each request; the end of a request may be recorded in a later shard."""
     requests = file.facts.get("requests")
     shared = {name: value for name, value in file.facts.items() if name in ("tag", "format_version")}
     for request, known in requests.items() if isinstance(requests, dict) else ():
-        if isinstance(known, dict) and (wanted is None or request in wanted):
+        if isinstance(known, dict) and (requested is None or request in requested):
             complete = bool(known.get("complete")) or bool(facts.get(request, {}).get("complete"))
             facts.setdefault(request, {}).update(
                 {**shared, **known, "request_id": request, "complete": complete}

@@ -166,20 +166,20 @@ def _with_last(indices: Array) -> Iterator[tuple[bool, int]]:
 
 def _sidecars(directory: Path) -> list[Path]:
     """Sidecars of a tag: its shards and the files of its requests, ordered by name."""
-    found: list[Path] = []
+    paths: list[Path] = []
     try:
         with os.scandir(directory) as entries:
             names = sorted(entries, key=lambda entry: entry.name)
         for entry in names:
             if entry.is_dir():
-                found += [directory / entry.name / name for name in sorted(os.listdir(entry.path))]
+                paths += [directory / entry.name / name for name in sorted(os.listdir(entry.path))]
             else:
-                found.append(directory / entry.name)
+                paths.append(directory / entry.name)
     except OSError as error:
         raise CaptureFileError(
             f"{directory} cannot be listed ({error.strerror}). Give a tag's directory."
         ) from None
-    return [path for path in found if _SIDECAR.fullmatch(path.name)]
+    return [path for path in paths if _SIDECAR.fullmatch(path.name)]
 
 
 def _index(
@@ -195,12 +195,12 @@ def _index(
         for record_index, record in enumerate(file.records):
             if (record.hook, record.layer) != (hook, layer) or not record.rows:
                 continue
-            found = (record.dtype, record.shape[1:])
-            form = form or found
-            if found[1] != form[1] or (dtype is None and found[0] != form[0]):
+            record_form = (record.dtype, record.shape[1:])
+            form = form or record_form
+            if record_form[1] != form[1] or (dtype is None and record_form[0] != form[0]):
                 raise CaptureFileError(
-                    f"{file.path}: {record.name} is {found[0]} {found[1]}, and rows before it were {form[0]} "
-                    f"{form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
+                    f"{file.path}: {record.name} is {record_form[0]} {record_form[1]}, and rows before it "
+                    f"were {form[0]} {form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
                 )
             for start in range(0, record.rows, batch):
                 blocks.extend(

@@ -12,8 +12,9 @@
     expert; packed ones are dequantised one at a time, or read in place by kernels.
 `decode.route`, `decode.gate_up`, `decode.down`: the same for a decode step, over a routing plan.
 
-Tolerance of fast twins: 1e-5 relative in float32, 2^-7 of the scale of the result in bfloat16. Selected ids are equal
-for equal logits.
+Tolerances of `experts` and `glu`, relative to the largest result (at least 1 for Triton kernels): 1e-5 in float32
+(absolute for the CPU twin), 2^-9 in float16, 2^-6 in bfloat16. With `round_input`, a tie may change a value by one FP8
+step. Selected ids are equal for equal logits; routing weights differ by at most 1e-5.
 """
 
 from birkhoff.kernels.experts.reference import Stack, experts, glu, route, swiglu

@@ -8,7 +8,8 @@
     `counts` entries; indices in ascending order instead of a mask.
 `decode.score`, `decode.topk_entries`: the same for one new token per sequence, over pages.
 
-Selections of fast twins are exact for equal scores; tolerance of scores: 1e-5 relative in float32.
+Selections of fast twins are exact for equal scores. Tolerance of scores in float32: 1e-5 of the largest score (at
+least 1).
 """
 
 from birkhoff.kernels.index.reference import index_topk, score, topk_mask

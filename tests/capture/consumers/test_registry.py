@@ -13,7 +13,7 @@ from birkhoff.capture.sinks.log_consumer import LoggingConsumer
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.sinks.sae_stats import SaeStatsConsumer
 from birkhoff.errors import OptionError
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 
 
 def test_every_kind_can_be_built(tmp_path):
@@ -35,7 +35,7 @@ def test_every_kind_can_be_built(tmp_path):
         consumer.shutdown()
 
 
-def test_an_instance_may_have_a_name_of_its_own():
+def test_an_instance_can_be_named():
     name, consumer = build_consumer("talk=logging:level=debug")
     assert name == "talk" and isinstance(consumer, LoggingConsumer)
 
@@ -56,7 +56,7 @@ def test_an_instance_may_have_a_name_of_its_own():
         ("sae_stats:hook=mlp_out", "layer"),
     ],
 )
-def test_what_is_not_understood_is_refused(text, word):
+def test_invalid_specs_are_refused(text, word):
     with pytest.raises(OptionError, match=word):
         build_consumer(text)
 

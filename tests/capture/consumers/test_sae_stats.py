@@ -13,13 +13,13 @@ from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.sinks.sae_stats import SaeStatsConsumer
 from birkhoff.capture.spec.dtypes import to_float32
 from birkhoff.errors import CaptureWriteError, OptionError
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 
 ROWS, WIDTH, FEATURES = 60, 5, 7
 RANDOM = np.random.default_rng(7)
 DATA = (RANDOM.normal(size=(ROWS, WIDTH)) + 1000).astype(
     np.float32
-)  # far from zero: a careless variance cancels
+)  # far from zero: the textbook variance formula would cancel
 ENCODER = RANDOM.normal(size=(WIDTH, FEATURES)).astype(np.float32)
 BIAS = (-(DATA @ ENCODER).mean(0)).astype(np.float32)
 THRESHOLD = np.linspace(0, 1.5, FEATURES).astype(np.float32)
@@ -46,39 +46,39 @@ def rows(start: int, stop: int) -> Chunk:
 
 
 @given(cuts=st.lists(st.integers(1, 10), min_size=6, max_size=6), block=st.sampled_from([1, 20, 1 << 22]))
-def test_any_cutting_gives_the_statistics_of_the_whole(cuts, block):
+def test_statistics_do_not_depend_on_the_chunking(cuts, block):
     stats = SaeStatsConsumer("mlp_out", 3, ENCODER, BIAS, THRESHOLD, top_k=4, block_activations=block)
     for request, cut in enumerate(cuts):
         for start in range(0, 10, cut):
             stats.submit_chunk(rows(10 * request + start, 10 * request + min(start + cut, 10)))
-    found, data = stats.stats(), DATA.astype(np.float64)
-    assert found.rows == ROWS
-    np.testing.assert_allclose(found.mean, data.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(found.variance, data.var(0), rtol=1e-9)
-    np.testing.assert_allclose(found.second_moment, (data**2).mean(0), rtol=1e-12)
+    result, data = stats.stats(), DATA.astype(np.float64)
+    assert result.rows == ROWS
+    np.testing.assert_allclose(result.mean, data.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(result.variance, data.var(0), rtol=1e-9)
+    np.testing.assert_allclose(result.second_moment, (data**2).mean(0), rtol=1e-12)
     norms = np.linalg.norm(data, axis=1)
-    assert found.norm_mean == pytest.approx(norms.mean(), rel=1e-12)
-    assert found.norm_max == pytest.approx(norms.max(), rel=1e-12)
-    assert found.norm_rms == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-12)
+    assert result.norm_mean == pytest.approx(norms.mean(), rel=1e-12)
+    assert result.norm_max == pytest.approx(norms.max(), rel=1e-12)
+    assert result.norm_rms == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-12)
     activations = DATA @ ENCODER + BIAS
     clear = (
         np.abs(activations - THRESHOLD).min(0) > 1e-3
     )  # a row on the threshold may fall either way in float32
     fired = activations > THRESHOLD
-    assert (found.firing == fired.sum(0))[clear].all() and clear.sum() >= 5
+    assert (result.firing == fired.sum(0))[clear].all() and clear.sum() >= 5
     np.testing.assert_allclose(
-        found.activation_sum[clear], np.where(fired, activations, 0).sum(0)[clear], rtol=1e-4, atol=1e-2
+        result.activation_sum[clear], np.where(fired, activations, 0).sum(0)[clear], rtol=1e-4, atol=1e-2
     )
     for feature in np.flatnonzero(clear):
         best = [row for row in np.argsort(-activations[:, feature], kind="stable") if fired[row, feature]][:4]
-        contexts = found.top[feature]
+        contexts = result.top[feature]
         assert [(c.request, c.position, c.token_id) for c in contexts] == [
             (f"r{r // 10}", r % 10, r) for r in best
         ]
         assert [c.activation for c in contexts] == pytest.approx(
             activations[best, feature].tolist(), rel=1e-3
         )
-    assert found.top[-1] == [] and found.firing[-1] == 0
+    assert result.top[-1] == [] and result.firing[-1] == 0
 
 
 def test_stored_dtypes_are_decoded():
@@ -93,7 +93,7 @@ def test_stored_dtypes_are_decoded():
     assert stats.stats().firing is None and stats.stats().top is None
 
 
-def test_rows_that_are_not_finite_do_not_spoil_the_rest():
+def test_non_finite_rows_do_not_affect_other_rows():
     bad = DATA[:10].copy()
     bad[2, 1], bad[7, 0] = np.nan, np.inf
     keep = [0, 1, 3, 4, 5, 6, 8, 9]
@@ -109,7 +109,7 @@ def test_rows_that_are_not_finite_do_not_spoil_the_rest():
     assert only.stats().rows == 0 and only.stats().nonfinite_rows == 10
 
 
-def test_only_its_own_site_counts_and_requests_get_results():
+def test_other_sites_are_ignored_and_requests_get_results():
     stats = SaeStatsConsumer("post_attn", 1, positions="all_generated")
     assert isinstance(stats, Consumer) and not stats.reads_client_spec
     assert stats.global_capture_spec() == {"hooks": {"post_attn": [1]}, "positions": "all_generated"}
@@ -140,9 +140,9 @@ def test_memory_does_not_depend_on_the_number_of_rows():
     def peak(count: int) -> int:
         stats = SaeStatsConsumer("mlp_out", 3, ENCODER, BIAS)
         tracemalloc.start()
-        for number in range(count):
-            stats.submit_chunk(rows(10 * (number % 6), 10 * (number % 6) + 10))
-            stats.finalize(CaptureFinish(f"r{number % 6}"))
+        for request in range(count):
+            stats.submit_chunk(rows(10 * (request % 6), 10 * (request % 6) + 10))
+            stats.finalize(CaptureFinish(f"r{request % 6}"))
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return used

@@ -12,7 +12,7 @@ from birkhoff.capture.sinks.log_consumer import LoggingConsumer
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.sinks.stream_consumer import StreamConsumer
 from birkhoff.errors import OptionError
-from tests.capture.made import chunk
+from tests.capture.sample_chunks import chunk
 
 
 def positions(chunks) -> list[int]:
@@ -22,28 +22,28 @@ def positions(chunks) -> list[int]:
 def test_a_subscriber_sees_its_request_from_first_to_last():
     stream = StreamConsumer()
     assert isinstance(stream, Consumer)
-    mine, every = stream.subscribe("a"), stream.subscribe()
+    subscription, every = stream.subscribe("a"), stream.subscribe()
     stream.begin(CaptureRequest("a", "a", "run"))
     for start in range(0, 6, 2):
         for name in "ab":
             stream.submit_chunk(chunk(name, "post_attn", 0, start, 2))
     assert stream.get_result("a").status == "pending"
     assert stream.finalize(CaptureFinish("a")).result().rows == 6
-    assert positions(mine) == list(range(6)), "the iteration ends with the request"
+    assert positions(subscription) == list(range(6)), "the iteration ends with the request"
     stream.finalize(CaptureFinish("b"))
     stream.shutdown()
     assert len(list(every)) == 6 and stream.subscribe().get() is None
     assert stream.get_result("a").status == "ok"
 
 
-def test_a_slow_subscriber_loses_the_oldest_and_knows_how_many():
+def test_a_slow_subscriber_loses_the_oldest_rows_and_their_count_is_reported():
     stream = StreamConsumer(depth=2)
-    mine = stream.subscribe("a")
+    subscription = stream.subscribe("a")
     for start in range(0, 10, 2):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 2))
     result = stream.finalize(CaptureFinish("a")).result()
-    assert mine.dropped_rows == 6 == result.dropped_rows and result.status == "partial_error"
-    assert positions(mine) == [6, 7, 8, 9]
+    assert subscription.dropped_rows == 6 == result.dropped_rows and result.status == "partial_error"
+    assert positions(subscription) == [6, 7, 8, 9]
 
 
 def test_a_blocking_stream_waits_for_its_subscriber():
@@ -51,20 +51,20 @@ def test_a_blocking_stream_waits_for_its_subscriber():
     seen: list[int] = []
 
     def listen() -> None:
-        for part in mine:
+        for part in subscription:
             seen.extend(part.positions)
 
-    mine = stream.subscribe("a")
+    subscription = stream.subscribe("a")
     listener = threading.Thread(target=listen)
     listener.start()
     for start in range(50):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 1))
     assert stream.finalize(CaptureFinish("a")).result().status == "ok"
     listener.join(30)
-    assert seen == list(range(50)) and mine.dropped_rows == 0
+    assert seen == list(range(50)) and subscription.dropped_rows == 0
 
 
-def test_nobody_listening_is_no_loss_and_leaving_is_allowed():
+def test_no_subscriber_is_no_loss_and_unsubscribing_is_allowed():
     stream = StreamConsumer(depth=1)
     with stream.subscribe() as listener:
         stream.submit_chunk(chunk("a", "post_attn", 0, 0, 1))
@@ -80,7 +80,7 @@ def test_nobody_listening_is_no_loss_and_leaving_is_allowed():
             StreamConsumer(**wrong)
 
 
-def test_the_log_says_what_was_captured_and_nothing_of_it(caplog):
+def test_the_log_names_captures_without_their_values(caplog):
     consumer = LoggingConsumer("info")
     assert isinstance(consumer, Consumer)
     with caplog.at_level(logging.DEBUG, "birkhoff.capture"):

@@ -62,9 +62,9 @@ def chunk(
     )
 
 
-def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Whether the arrays are equal as stored, NaN included."""
-    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    return actual.dtype == expected.dtype and actual.tobytes() == expected.tobytes()
 
 
 def assert_is_prefix(entry, request: str, rows: int | None = None) -> None:

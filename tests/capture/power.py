@@ -136,12 +136,12 @@ def _build(directory: str, safe: dict, files: dict[int, File], chance: random.Ra
 def _survivor(file: File, chance: random.Random) -> bytes:
     data = bytearray(file.safe)
     kept = []
-    for offset, data in file.pending:
+    for offset, change in file.pending:
         fate = chance.random()
         if fate < 0.4:
-            kept.append((offset, data))
-        elif fate < 0.6 and offset is not None and len(data) > 1:
-            kept.append((offset, data[: chance.randint(1, len(data) - 1)]))
+            kept.append((offset, change))
+        elif fate < 0.6 and offset is not None and len(change) > 1:
+            kept.append((offset, change[: chance.randint(1, len(change) - 1)]))
     if chance.random() < 0.5:
         chance.shuffle(kept)
     for write in kept:

@@ -171,7 +171,7 @@ def test_a_step_without_captured_rows_runs_no_tap(model):
     core.runner.model = Watching()
     while not request.done:
         core.step()
-    assert taps[0] == "LiveTap" and set(taps[1:]) == {"NoTap"} and len(taps) == 10
+    assert taps[0] == "BatchTap" and set(taps[1:]) == {"NoTap"} and len(taps) == 10
     assert acts_of(request)["mlp_out", 0].positions == (19,)
 
 
@@ -287,7 +287,7 @@ def test_streams_subset_and_storage_dtypes(model):
 
 def test_a_failing_capture_does_not_fail_the_generation(model):
     class Broken(MemorySink):
-        def keep(self, address, stored, rows):
+        def append(self, rows):
             raise OSError("no space left on device")
 
     prompt = random_tokens(TINY, 20).tolist()

@@ -96,7 +96,7 @@ CONCEPTS: dict[str, Concept] = {
         WordProbe.of_words(ANIMALS.split()),
     ),
     "first-person": Concept(
-        "told by somebody in the story",
+        "told by a character in the story",
         lambda s, t: first(t) > 0.08 and _quotes(t) == 0,
         _story_test(lambda t: first(t) == 0 and _quotes(t) == 0),
         WordProbe.of_words(SELF.split()),

@@ -29,14 +29,14 @@ from birkhoff.text.output_stream import ChatStream
 class RequestOutput:
     """What is new about one request: tokens, chat events parsed from them, signals, or the error that refused it.
 
-    `read` is the number of prompt tokens computed so far, until the first output token; then None."""
+    `computed_prompt_tokens` is the number of prompt tokens computed so far, until the first output token; then None."""
 
     request: Request
     tokens: tuple[TokenEvent, ...] = ()
     parsed: tuple[Event, ...] = ()
     frames: tuple[Frame, ...] = ()
     refused: BirkhoffError | None = None
-    read: int | None = None
+    computed_prompt_tokens: int | None = None
 
     @property
     def last(self) -> bool:
@@ -134,8 +134,10 @@ class Driver:
             computed = request.num_computed_tokens
             in_prefill = len(request.output_ids) <= len(tokens) and computed > 0
             if tokens or parsed or frames or in_prefill:
-                read = min(computed, len(request.prompt_ids)) if in_prefill else None
-                outputs.append(RequestOutput(request, tokens, parsed, frames, read=read))
+                in_prompt = min(computed, len(request.prompt_ids)) if in_prefill else None
+                outputs.append(
+                    RequestOutput(request, tokens, parsed, frames, computed_prompt_tokens=in_prompt)
+                )
             if request.done:
                 del self._active[request]
         if outputs:

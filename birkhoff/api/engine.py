@@ -556,7 +556,9 @@ class Engine:
             return Plan(
                 tuple(jobs),
                 edits,
-                holdings=self.saes.holdings([edit for edit in edits if isinstance(edit, ResolvedSae)]),
+                reservations=self.saes.reservations(
+                    [edit for edit in edits if isinstance(edit, ResolvedSae)]
+                ),
                 table=self._steering.table(edits),
                 results=RequestResults(captures.results.captures, measured and measured.signals),
             )

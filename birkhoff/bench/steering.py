@@ -156,7 +156,7 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
 
     def features(index: int, ids: Tokens) -> Plan:
         edits = saes.edits([SaeSet("sae", dict.fromkeys(range(SET), 0.1))], ids, setting.steps + 1)
-        return Plan(edits=edits, holdings=saes.holdings(edits))
+        return Plan(edits=edits, reservations=saes.reservations(edits))
 
     plans: dict[str, Callable[[int, Tokens], Plan | None]] = {
         "plain": lambda index, ids: None,

@@ -105,7 +105,7 @@ class TapPlans:
 
     def _features(self, edits: Sequence[Any], max_tokens: int) -> Plan:
         resolved = self.saes.edits(list(edits), [0], max_tokens)
-        return self._reserved(Plan(edits=resolved, holdings=self.saes.holdings(resolved)))
+        return self._reserved(Plan(edits=resolved, reservations=self.saes.reservations(resolved)))
 
     def _reserved(self, plan: Plan) -> Plan:
         assert plan.reserve(), "no other reservation exists"
@@ -135,7 +135,7 @@ class TappedSteps:
             spans = [
                 Span(p, row, position, [self._tokens[row]], 1)
                 for row, p in enumerate(self.plans)
-                if not p.rests
+                if not p.idle_after_prompt
             ]
             tap = arm(self._staging, spans, self.batch) if spans else None
         graph_plan = None if tap is None else self.graphs.plan(tap)

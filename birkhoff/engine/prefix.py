@@ -287,7 +287,7 @@ class PrefixCache:
             for job, rows in hit.rows:
                 job.deliver(rows)
             if hit.rows and self.rows is not None:
-                plan.seen = max(plan.seen, hit.position)
+                plan.delivered_until = max(plan.delivered_until, hit.position)
                 self.rows.served_rows += sum(len(rows.positions) for _, rows in hit.rows)
 
     def request_snapshots(self, request: Request, start: int, stop: int) -> list[Snapshot]:
@@ -382,21 +382,23 @@ class PrefixCache:
         plan = request.plan
         if plan is None or not plan.jobs:
             return request.num_tokens
-        tokens = request.tokens(plan.seen, request.num_tokens)
-        offsets = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
-        return min((plan.seen + int(each[0]) for each in offsets if len(each)), default=request.num_tokens)
+        tokens = request.tokens(plan.delivered_until, request.num_tokens)
+        offsets = [job.offsets(plan.delivered_until, tokens, len(request.prompt_ids)) for job in plan.jobs]
+        return min(
+            (plan.delivered_until + int(each[0]) for each in offsets if len(each)), default=request.num_tokens
+        )
 
     def _cached_rows(self, request: Request, stop: int) -> CachedRows | None:
         """All rows before `stop` that the jobs of a request have yet to receive; None unless all are cached."""
         plan, prompt_len = request.plan, len(request.prompt_ids)
         if self.rows is None or plan is None:
             return None
-        tokens = request.tokens(plan.seen, stop)
+        tokens = request.tokens(plan.delivered_until, stop)
         keys = self._keys(request, stop // PAGE_TOKENS)
         cached = []
         for job in plan.jobs:
-            offsets = [int(offset) for offset in job.offsets(plan.seen, tokens, prompt_len)]
-            positions = tuple(plan.seen + offset for offset in offsets)
+            offsets = [int(offset) for offset in job.offsets(plan.delivered_until, tokens, prompt_len)]
+            positions = tuple(plan.delivered_until + offset for offset in offsets)
             ids = tuple(tokens[offset] for offset in offsets)
             for hook, layer in job.keys if positions else ():
                 tensor = self.rows.get(keys, hook, layer, job.after, positions)

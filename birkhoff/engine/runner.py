@@ -120,7 +120,7 @@ class Runner:
             Span(chunk.request.plan, first, chunk.start, chunk.tokens, len(chunk.request.prompt_ids))
             for chunk, first in zip(chunks, first_rows)
             if chunk.request.plan is not None
-            and not (chunk.request.plan.rests and chunk.start >= len(chunk.request.prompt_ids))
+            and not (chunk.request.plan.idle_after_prompt and chunk.start >= len(chunk.request.prompt_ids))
         ]
         return arm(staging, spans, num_rows) if spans else None
 
@@ -128,12 +128,15 @@ class Runner:
         self, chunks: Sequence[ScheduledChunk], staging: StepStaging | None = None
     ) -> list[ModelOutput | None]:
         plans = [chunk.request.plan for chunk in chunks if chunk.request.plan is not None]
-        seen = [(plan, plan.seen) for plan in plans]
+        delivered = [(plan, plan.delivered_until) for plan in plans]
         try:
             tap, outputs = self._compute(chunks, staging or self._stagings[0])
         except BaseException:
-            for plan, position in seen:  # nothing was delivered: recomputed tokens must deliver their rows
-                plan.seen = position
+            for (
+                plan,
+                position,
+            ) in delivered:  # nothing was delivered: recomputed tokens must deliver their rows
+                plan.delivered_until = position
             raise
         self._deliver_previous()
         self._deliver(chunks, tap)
@@ -251,7 +254,7 @@ def _after_verification(
     def deliver(stop: int) -> None:
         if tap is not None:
             tap.deliver_plan(plan, stop, observer)
-        plan.seen = min(plan.seen, stop)
+        plan.delivered_until = min(plan.delivered_until, stop)
         for position in range(stop, chunk.stop + len(chunk.draft_tokens)):
             plan.steered.discard(position)
 

@@ -259,8 +259,8 @@ def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None
 
 def _row_requests(span: Span) -> list[RowRequest]:
     plan, first_row, start, tokens, prompt_len = span
-    skip = max(plan.seen - start, 0)  # recomputed after a preemption: already delivered
-    plan.seen = max(plan.seen, start + len(tokens))
+    skip = max(plan.delivered_until - start, 0)  # recomputed after a preemption: already delivered
+    plan.delivered_until = max(plan.delivered_until, start + len(tokens))
     if skip:
         tokens = tokens[skip:]
         start = start + skip

@@ -105,14 +105,16 @@ class Reservation(Protocol):
 
 @dataclass(eq=False)
 class Plan:
-    """All captures and edits of one request. Rows of positions below `seen` were delivered and are not delivered again
-    when they are recomputed; edits are applied every time a token is computed. `steered` are the edited positions."""
+    """All captures and edits of one request.
+
+    Rows of positions below `delivered_until` were delivered and are not delivered again when they are recomputed; edits
+    are applied every time a token is computed. `steered` are the edited positions."""
 
     jobs: tuple[Job, ...] = ()
     edits: tuple[Edit, ...] = ()
-    seen: int = 0
+    delivered_until: int = 0
     steered: set[int] = field(default_factory=set)
-    holdings: tuple[Reservation, ...] = ()
+    reservations: tuple[Reservation, ...] = ()
     table: TableRows | None = None  # rows for the vectors its edits add; if None, they are added row by row
     results: RequestResults = field(
         default_factory=RequestResults
@@ -133,7 +135,7 @@ class Plan:
         return None if None in generated else tuple(index for index, every in enumerate(generated) if every)
 
     @cached_property
-    def rests(self) -> bool:
+    def idle_after_prompt(self) -> bool:
         """Whether generated tokens are neither captured nor edited."""
         return not self.jobs and self.on_generated == ()
 
@@ -150,7 +152,7 @@ class Plan:
     def reserve(self) -> bool:
         """Reserve everything the request needs while it runs. On False nothing is reserved and the request must
         wait."""
-        reservations = self._reservations()
+        reservations = self._all_reservations()
         for count, reservation in enumerate(reservations):
             if not reservation.reserve():
                 for reserved in reservations[:count]:
@@ -160,11 +162,11 @@ class Plan:
 
     def release(self) -> None:
         """Release the reservations, at the end or while the request is preempted."""
-        for reservation in self._reservations():
+        for reservation in self._all_reservations():
             reservation.release()
 
-    def _reservations(self) -> tuple[Reservation, ...]:
-        return self.holdings if self.table is None else (*self.holdings, self.table)
+    def _all_reservations(self) -> tuple[Reservation, ...]:
+        return self.reservations if self.table is None else (*self.reservations, self.table)
 
     def open(self) -> None:
         """Open every job, or none: if one raises, those before it are closed again."""

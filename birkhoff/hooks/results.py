@@ -1,7 +1,7 @@
 """Results of a request: what its captures and its signals produced, with types, for every caller that reads them.
 
-The jobs of a plan only receive rows. The parts of a job that a caller reads afterwards are listed here, so that nobody
-has to search the jobs of a plan for the right class. Nothing here imports a capture or an engine.
+The jobs of a plan only receive rows. The parts of a job that a caller reads afterwards are listed here, so that callers
+do not search the jobs of a plan for the right class. Nothing here imports a capture or an engine.
 """
 
 from __future__ import annotations

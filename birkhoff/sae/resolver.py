@@ -91,7 +91,7 @@ class SaeResolver:
         check_together(resolved)
         return resolved
 
-    def holdings(self, edits: Sequence[ResolvedSae]) -> tuple[SaeReservation, ...]:
+    def reservations(self, edits: Sequence[ResolvedSae]) -> tuple[SaeReservation, ...]:
         """The reservations of a request with these edits."""
         if not edits:
             return ()

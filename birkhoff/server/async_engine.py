@@ -264,7 +264,13 @@ class ActiveCall:
                     continue
                 if event.last:
                     self._unfinished -= 1
-                if event.tokens or event.parsed or event.frames or event.refused or event.read is not None:
+                if (
+                    event.tokens
+                    or event.parsed
+                    or event.frames
+                    or event.refused
+                    or event.computed_prompt_tokens is not None
+                ):
                     yield self._index[event.request], event
         finally:
             if idle_timer is not None:

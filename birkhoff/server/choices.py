@@ -107,7 +107,7 @@ class ChoicesFormatter(ABC):
         # Twins have indices of their own, because clients join deltas by index.
         extra: Json = {} if index < choice_count else {"baseline": True}
         chunks = b""
-        if output.read is not None and self._body.return_progress:
+        if output.computed_prompt_tokens is not None and self._body.return_progress:
             chunks += self._chunk([], prompt_progress=_prompt_progress(output), index=index, **extra)
         for choice in self.chunk_choices(index, output):
             chunks += self._chunk([choice], **extra)
@@ -154,6 +154,6 @@ def _prompt_progress(output: RequestOutput) -> Json:
     return {
         "total": len(request.prompt_ids),
         "cache": request.cached_tokens or 0,
-        "processed": output.read,
+        "processed": output.computed_prompt_tokens,
         "time_ms": round(seconds * 1e3, 3),
     }

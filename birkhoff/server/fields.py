@@ -187,9 +187,7 @@ def unknown_field_warnings(body: RequestBody, strict: bool) -> list[str]:
     """Warnings about unknown fields. With `strict`, and for fields that would change the output, raises 400."""
     unknown = body.unknown_fields
     if len(unknown) > MAX_UNKNOWN_FIELDS:
-        raise bad_request(
-            f"the body has {len(unknown)} fields that nobody knows. Remove them.", code="fields-unknown"
-        )
+        raise bad_request(f"the body has {len(unknown)} unknown fields. Remove them.", code="fields-unknown")
     warnings = []
     for name in unknown:
         shown = name[:64]

@@ -130,7 +130,7 @@ def test_without_a_reader_the_first_rows_stay_and_the_others_are_counted(name, o
     result = consumer.finalize(CaptureFinish("k", "length", 4)).result(60)
     assert time.monotonic() - began < 30  # only the first chunk waits
     assert result.status == "partial_error" and result.rows + result.dropped_rows == 2000 and result.rows > 50
-    assert "nobody read shared memory" in result.error and name in result.error
+    assert "no reader read shared memory" in result.error and name in result.error
     with RingReader(name) as reader:
         assert reader.dropped_rows == result.dropped_rows
         consumer.shutdown()

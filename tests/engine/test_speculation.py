@@ -160,7 +160,7 @@ def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows
         assert [row[:2] for row in ours[site]] == [row[:2] for row in rows], "complete, once, in order"
         close = torch.stack([row for *_, row in ours[site]]), torch.stack([row for *_, row in rows])
         torch.testing.assert_close(*close, atol=2e-4, rtol=1e-3)
-    assert forced.plan.jobs[0].closed == plain.plan.jobs[0].closed and forced.plan.seen == plain.plan.seen
+    assert forced.plan.jobs[0].closed == plain.plan.jobs[0].closed and forced.plan.delivered_until == plain.plan.delivered_until
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])

@@ -143,7 +143,7 @@ class Holding:
 def test_a_plan_reserves_everything_or_nothing():
     yes, no = Holding(True), Holding(False)
     tables = Tables()
-    plan = Plan(holdings=(yes, no), table=rows_of(tables, add("mlp_out", 0, 1)))
+    plan = Plan(reservations=(yes, no), table=rows_of(tables, add("mlp_out", 0, 1)))
     assert not plan.reserve() and not yes.reserved and tables.rows_used == 0
     no.free = True
     assert plan.reserve() and yes.reserved and no.reserved and tables.rows_used == 1

@@ -62,7 +62,7 @@ class ShmConsumer(CountingConsumer):
         announced = finish.key not in self._unannounced
         self._unannounced.discard(finish.key)
         if finish.error is None and not (announced and written and not counts.dropped_rows):
-            error = f"{counts.dropped_rows} rows were dropped: nobody read shared memory {self.ring.name!r} in time"
+            error = f"{counts.dropped_rows} rows were dropped: no reader read shared memory {self.ring.name!r} in time"
             finish = replace(finish, error=error)
         return self._results.put(finish.key, done(self._result(finish, counts)))
 

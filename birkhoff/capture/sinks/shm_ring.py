@@ -253,7 +253,7 @@ class RingReader:
         end = offset + _RECORD.size + head_bytes + body_bytes
         if end > self.capacity or read + _padded(end - offset) > mapping.words[_WRITTEN]:
             raise CaptureChecksum(
-                f"ring {quoted(self.name)} has a record beyond its end: somebody wrote into it."
+                f"ring {quoted(self.name)} has a record beyond its end: another process wrote into it."
             )
         raw = bytes(mapping.ring[offset + _RECORD.size : end])
         if zlib.crc32(raw) != total:

@@ -35,8 +35,8 @@ CORE = {
     "jinja2",
     "birkhoff",
 }  # third-party packages allowed up to api
-COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
-OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # what one room may use where it is installed
+COMPILERS = {"numba", "triton"}  # optional for kernels
+OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # optional packages of a room
 BENCH_AVOIDS = {"server", "web", "cli"}
 
 
@@ -81,7 +81,7 @@ def violations(file: str, text: str) -> list[str]:
     return found
 
 
-def test_every_import_goes_down():
+def test_every_import_is_from_a_lower_floor():
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 40
     rooms = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in files}
@@ -123,11 +123,11 @@ def test_every_import_goes_down():
         ("analysis/lens.py", "from birkhoff.api.engine import Engine", True),
     ],
 )
-def test_a_planted_violation_is_caught(file, line, caught):
+def test_a_forbidden_import_is_detected(file, line, caught):
     assert bool(violations(file, line)) is caught
 
 
-def test_the_core_comes_up_without_compilers():
+def test_the_core_imports_without_compilers():
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({sorted(COMPILERS)})); import birkhoff.model.transformer; "
         "from birkhoff.kernels.select import select; print(select('cpu').name)"

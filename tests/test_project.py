@@ -1,4 +1,4 @@
-"""The project keeps its word: names, versions, pins, documents, examples, and nothing of anybody's machine."""
+"""Project consistency: names, versions, pins, documents, examples, and no paths of a particular machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
 
 
 def pins(file: str) -> dict[str, str]:
-    """Name to version; a line that is anything but an exact pin is refused."""
+    """Versions by package name; every line must be an exact pin."""
     found: dict[str, str] = {}
     for line in (ROOT / file).read_text().splitlines():
         if not line or line.startswith("#"):
@@ -53,17 +53,17 @@ def pins(file: str) -> dict[str, str]:
             found |= pins(line.removeprefix("-r "))
             continue
         match = re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line)
-        assert match, f"{file}: {line!r} is no exact pin"
+        assert match, f"{file}: {line!r} is not an exact pin"
         assert match[1] not in found, f"{file}: {match[1]} is pinned twice"
         found[match[1]] = match[2]
     return found
 
 
-def test_the_version_is_said_once():
+def test_the_version_is_defined_once():
     assert PROJECT["version"] == birkhoff.__version__
 
 
-def test_every_public_name_is_there_and_no_other():
+def test_public_names_are_complete():
     assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc"} == set(
         birkhoff.__all__
     )
@@ -78,18 +78,18 @@ def test_every_public_name_is_there_and_no_other():
     )
 
 
-def test_the_core_needs_neither_the_command_line_nor_the_oracle():
+def test_the_core_imports_without_the_command_line_and_the_oracle():
     code = "import sys, birkhoff; birkhoff.load; print(sorted({'typer', 'rich', 'transformers'} & set(sys.modules)))"
     assert python("-c", code).stdout == "[]\n"
 
 
 def test_pins_satisfy_what_the_package_accepts():
     extras = PROJECT["optional-dependencies"]
-    wanted = {
+    required = {
         "requirements.txt": PROJECT["dependencies"] + extras["cpu"] + extras["server"] + extras["grammar"],
         "requirements-test.txt": extras["test"] + extras["dev"],
     }
-    for file, requirements in wanted.items():
+    for file, requirements in required.items():
         pinned = pins(file)
         for text in requirements:
             requirement = Requirement(text)
@@ -101,8 +101,8 @@ def test_pins_satisfy_what_the_package_accepts():
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "requirements-test.txt"])
-def test_the_lock_is_closed(file):
-    """Whatever a pinned package needs is pinned too, so that nothing is chosen on the day of the installation."""
+def test_the_lock_file_is_complete(file):
+    """Every dependency of a pinned package is pinned too, so that an installation is reproducible."""
     pinned = pins(file)
     checked = 0
     for name, version in pinned.items():
@@ -121,12 +121,12 @@ def test_the_lock_is_closed(file):
                 needed = canonicalize_name(requirement.name)
                 by_torch = name == "torch" and needed.startswith(
                     ("nvidia-", "triton", "cuda-")
-                )  # it pins these itself
+                )  # pinned by torch itself
                 assert by_torch or (needed in pinned and requirement.specifier.contains(pinned[needed])), (
                     name,
                     text,
                 )
-    assert checked > len(pinned) // 2, "this environment was not made from the lock"
+    assert checked > len(pinned) // 2, "this environment was not installed from the lock file"
 
 
 def test_the_readme_opens_with_the_two_commands_and_its_snippet_runs(tmp_path):
@@ -146,7 +146,7 @@ def verbs() -> set[str]:
     }
 
 
-def test_documents_know_the_verbs_there_are():
+def test_documents_list_every_verb():
     readme, cli = (ROOT / "README.md").read_text(), (ROOT / "docs/cli.md").read_text()
     row = next(line for line in readme.splitlines() if line.startswith("| `birkhoff "))
     built, planned = row.strip("|").split("|")
@@ -169,7 +169,7 @@ def test_the_map_names_every_room():
             assert f"class {word[1]}" in (PACKAGE / room).read_text(), first
 
 
-def test_the_walks_of_the_map_exist():
+def test_functions_named_in_the_map_exist():
     """Every `file:function` of docs/map.md is defined there."""
     steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/map.md").read_text())
     assert len(steps) > 30
@@ -182,7 +182,7 @@ def test_the_walks_of_the_map_exist():
             body = found[0].body
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         assert not text.strip() or text.startswith('"""'), path
@@ -195,8 +195,8 @@ def tracked() -> list[Path]:
     return [p for p in files if p.suffix in TEXTS and "__pycache__" not in p.parts and p.name != ".git"]
 
 
-def test_nothing_names_somebodys_machine_or_an_index():
-    """Spelled in pieces, so that this file does not find itself."""
+def test_no_file_contains_machine_paths_or_a_package_index():
+    """The patterns are concatenated so that this file does not match them."""
     folders = "|".join(("work", "root", "home", "Users", "mnt"))
     machine = re.compile(rf"(?<![\w.~$/}}])/(?:{folders})/")
     index = re.compile(
@@ -222,13 +222,13 @@ def test_make_has_its_targets_and_ci_runs_the_same_command():
         assert refused.returncode == 2
 
 
-def test_the_licence_is_whole():
+def test_the_licence_is_complete():
     text = (ROOT / "LICENSE").read_text()
     assert PROJECT["license"] == "Apache-2.0" and "Version 2.0, January 2004" in text
     assert text.count("\n") == 202 and "END OF TERMS AND CONDITIONS" in text
 
 
-def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
+def test_the_tour_runs_and_prints_every_section(tmp_path):
     done = python(str(ROOT / "examples/tour.py"), str(tmp_path / "out"))
     for words in (
         "1  The model",
@@ -245,7 +245,7 @@ def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
     assert (tmp_path / "out/streams.safetensors").stat().st_size > 1e6
 
 
-def test_a_wheel_holds_the_package_and_its_command(tmp_path):
+def test_a_wheel_contains_the_package_and_its_command(tmp_path):
     pytest.importorskip("hatchling", reason="needs the build backend of requirements.txt")
     source = tmp_path / "source"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""One random checkpoint with a byte tokenizer, loaded once; and a way to make it write letters."""
+"""One random checkpoint with a byte tokenizer, loaded once, and a logit bias that restricts it to letters."""
 
 from __future__ import annotations
 

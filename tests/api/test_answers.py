@@ -1,4 +1,4 @@
-"""`generate` and `chat`: shapes, fields, ends, seeds, log-probabilities; and the results of `logits` and `trace`."""
+"""`generate` and `chat`: shapes, fields, finish reasons, seeds, log-probabilities; results of `logits` and `trace`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 IDS = [5, 80, 200, 7, 91]
 
 
-def test_every_public_name_is_there_and_listed():
+def test_every_public_name_is_exported():
     for name in birkhoff.__all__:
         assert getattr(birkhoff, name) is not None, name
     assert len(set(birkhoff.__all__)) == len(birkhoff.__all__) and birkhoff.__all__ == sorted(
@@ -32,7 +32,7 @@ def test_every_public_name_is_there_and_listed():
         birkhoff.lod  # noqa: B018
 
 
-def test_an_output_has_its_promised_fields(idle):
+def test_an_output_has_its_documented_fields(idle):
     out = idle.generate("hello", logprobs=2, **GREEDY)
     promised = {
         "text",
@@ -77,7 +77,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("prompt", CONTAINERS.values(), ids=CONTAINERS)
-def test_ids_may_come_in_any_container(idle, prompt):
+def test_token_ids_are_accepted_in_any_container(idle, prompt):
     out = idle.generate(prompt, **GREEDY)
     assert out.prompt_token_ids == IDS and out.token_ids == idle.generate(IDS, **GREEDY).token_ids
     assert all(type(token) is int for token in out.prompt_token_ids)
@@ -95,8 +95,8 @@ def test_more_prompts_than_slots(idle):
     assert [o.token_ids for o in outputs] == [idle.generate(p, **GREEDY).token_ids for p in prompts]
 
 
-def test_stop_strings_end_across_token_borders(idle, letters):
-    """Every letter is a token of its own here, so a stop of several is always made of several."""
+def test_stop_strings_may_span_tokens(idle, letters):
+    """Every letter is one token here, so a stop string of several letters spans several tokens."""
     plain = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters)
     assert len(plain.text) == 40 and plain.text.isalpha()
     stop = plain.text[10:14]
@@ -105,24 +105,24 @@ def test_stop_strings_end_across_token_borders(idle, letters):
     assert out.text == plain.text[:at] and out.finish_reason == "stop"
     assert (
         out.token_ids == plain.token_ids[: at + 4]
-    )  # the tokens of the stop itself are kept, its text is not
+    )  # the tokens of the stop string are kept, its text is not
     assert idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters, stop=stop).text == out.text
 
 
-def test_text_held_back_for_a_stop_that_never_came_is_given_out(idle, letters):
+def test_text_withheld_for_an_incomplete_stop_string_is_returned_at_the_end(idle, letters):
     plain = idle.generate("x", temperature=0, max_tokens=20, logit_bias=letters)
     out = idle.generate("x", temperature=0, max_tokens=20, logit_bias=letters, stop=plain.text[-3:] + "!")
     assert out.text == plain.text and out.finish_reason == "length"
 
 
-def test_a_stop_inside_the_first_min_tokens_does_not_count(idle, letters):
+def test_a_stop_string_within_min_tokens_is_ignored(idle, letters):
     plain = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters)
     early, late = plain.text[2:4], plain.text[20:24]
     out = idle.generate(
         "x", temperature=0, max_tokens=40, logit_bias=letters, stop=[early, late], min_tokens=6
     )
-    places = [plain.text.find(s, 6) for s in (early, late)]
-    at = min(p for p in places if p >= 0)
+    indices = [plain.text.find(s, 6) for s in (early, late)]
+    at = min(p for p in indices if p >= 0)
     assert out.finish_reason == "stop" and out.text == plain.text[:at] and len(out.token_ids) > 6
 
 
@@ -141,8 +141,8 @@ def test_end_tokens(idle):
     assert len(both.token_ids) == 4 and both.token_ids[3] == 77
 
 
-def test_logprobs_are_those_of_the_model_itself(idle):
-    """Whatever temperature, bias and penalties did to the draw: float64 log-softmax of the plain logits."""
+def test_logprobs_equal_those_of_the_model(idle):
+    """Independent of temperature, bias and penalties: the float64 log-softmax of the unprocessed logits."""
     out = idle.generate(
         IDS,
         max_tokens=15,
@@ -157,13 +157,13 @@ def test_logprobs_are_those_of_the_model_itself(idle):
     true = idle.logits(everything).double().log_softmax(-1)[len(IDS) - 1 : -1]
     assert len(out.logprobs) == len(out.token_ids) == 15
     worst = 0.0
-    for place, (said, row) in enumerate(zip(out.logprobs, true)):
-        assert said.token_id == out.token_ids[place] and len(said.top) == 5
-        worst = max(worst, abs(said.logprob - row[said.token_id].item()))
+    for index, (reported, row) in enumerate(zip(out.logprobs, true)):
+        assert reported.token_id == out.token_ids[index] and len(reported.top) == 5
+        worst = max(worst, abs(reported.logprob - row[reported.token_id].item()))
         best = row.topk(5)
-        worst = max([worst, *(abs(value - t) for (_, value), t in zip(said.top, best.values.tolist()))])
-        assert [value for _, value in said.top] == sorted((v for _, v in said.top), reverse=True)
-        assert all(abs(row[token].item() - value) < 1e-4 for token, value in said.top)
+        worst = max([worst, *(abs(value - t) for (_, value), t in zip(reported.top, best.values.tolist()))])
+        assert [value for _, value in reported.top] == sorted((v for _, v in reported.top), reverse=True)
+        assert all(abs(row[token].item() - value) < 1e-4 for token, value in reported.top)
     print(f"largest difference of a log-probability: {worst:.1e}")
     assert worst < 1e-4
     assert idle.generate(IDS, **GREEDY).logprobs is None
@@ -175,14 +175,14 @@ def test_seeds_repeat_and_differ(idle):
         return idle.generate(IDS, **{"max_tokens": 12, **options}).token_ids
 
     assert draw(seed=7) == draw(seed=7) != draw(seed=8)
-    assert draw() != draw()  # fresh entropy: 512 tokens, twelve draws
+    assert draw() != draw()  # random seeds: twelve draws from 512 tokens
     first, second, third = (c.token_ids for c in idle.generate(IDS, max_tokens=12, seed=7, n=3))
     assert first == draw(seed=7) and len({tuple(first), tuple(second), tuple(third)}) == 3
     assert [c.token_ids for c in idle.generate(IDS, max_tokens=12, seed=7, n=3)] == [first, second, third]
     assert idle.generate([IDS, IDS], max_tokens=12, seed=7)[1].token_ids == first
 
 
-def test_the_room_that_is_left_limits_an_answer_that_named_no_length(idle):
+def test_without_max_tokens_the_remaining_context_is_the_limit(idle):
     prompt = [5] * (CONTEXT - 7)
     for options in ({}, {"max_tokens": None}):
         out = idle.generate(prompt, temperature=0, ignore_eos=True, **options)
@@ -190,7 +190,7 @@ def test_the_room_that_is_left_limits_an_answer_that_named_no_length(idle):
     assert len(idle.generate([5] * (CONTEXT - 1), temperature=0).token_ids) == 1
 
 
-def test_threads_may_all_call_generate(idle):
+def test_threads_can_call_generate_concurrently(idle):
     prompts = [[9 + i, 30, 31] for i in range(10)]
     expected, got = [idle.generate(p, **GREEDY).token_ids for p in prompts], {}
 
@@ -208,7 +208,7 @@ def test_threads_may_all_call_generate(idle):
 CHAT = [{"role": "user", "content": "Say something."}]
 
 
-def test_chat_is_generate_through_the_encoding(idle, letters):
+def test_chat_equals_generate_on_the_encoded_messages(idle, letters):
     prompt = idle.encode_chat(CHAT)
     out = idle.chat(CHAT, logit_bias=letters, **GREEDY)
     plain = idle.generate(prompt, logit_bias=letters, **GREEDY)
@@ -222,7 +222,7 @@ def test_chat_is_generate_through_the_encoding(idle, letters):
     assert [c.text for c in pair] == [c.message.content for c in pair] and pair[0].text != pair[1].text
 
 
-def test_a_chat_that_met_a_stop_does_not_say_it(idle, letters):
+def test_chat_text_excludes_the_stop_string(idle, letters):
     whole = idle.chat(CHAT, temperature=0, max_tokens=30, logit_bias=letters).text
     stop = whole[8:11]
     out = idle.chat(CHAT, temperature=0, max_tokens=30, logit_bias=letters, stop=stop)
@@ -237,7 +237,7 @@ def test_a_chat_that_met_a_stop_does_not_say_it(idle, letters):
     assert cut.message.reasoning == thought.message.reasoning[: thought.message.reasoning.index(stop)]
 
 
-def test_a_trace_holds_every_site_and_looking_changes_nothing(idle):
+def test_a_trace_contains_every_site_and_does_not_change_the_logits(idle):
     trace, layers = idle.trace(IDS), idle.config.num_hidden_layers
     expected = {
         (hook, layer)
@@ -254,7 +254,7 @@ def test_a_trace_holds_every_site_and_looking_changes_nothing(idle):
     x, y = trace["mhc_streams_pre_attn", 3], trace["post_attn", 3]
     post, mix = trace["mhc_attn_post_mix", 3], trace["mhc_attn_res_mix", 3]
     rebuilt = torch.einsum("njk,njd->nkd", mix, x) + post.unsqueeze(-1) * y.unsqueeze(1)
-    assert (rebuilt - trace["mhc_streams_pre_mlp", 3]).abs().max() < 1e-5  # no transposed mixer passes this
+    assert (rebuilt - trace["mhc_streams_pre_mlp", 3]).abs().max() < 1e-5  # fails with a transposed mixer
 
 
 def test_a_trace_of_some_hooks(idle):
@@ -272,7 +272,7 @@ def test_a_trace_of_some_hooks(idle):
             trace[key]
 
 
-def test_what_is_handed_out_is_ours_to_use(idle):
+def test_returned_tensors_are_writable_and_trainable(idle):
     """Tensors of `logits` and `trace` can be written to and trained on."""
     logits, acts = idle.logits(IDS), idle.trace(IDS, hooks="mlp_out")["mlp_out", 2]
     logits[0] = 0
@@ -280,10 +280,10 @@ def test_what_is_handed_out_is_ours_to_use(idle):
     probe = torch.nn.Linear(acts.shape[-1], 3)
     probe(acts).sum().backward()
     assert probe.weight.grad.abs().sum() > 0
-    assert idle.logits(IDS)[0].abs().sum() > 0  # and nobody else sees it
+    assert idle.logits(IDS)[0].abs().sum() > 0  # the edits above are not visible to later calls
 
 
-def test_logits_are_the_models_and_the_model_has_gradients(idle):
+def test_logits_equal_those_of_the_model_which_has_gradients(idle):
     out = idle.model(torch.tensor(IDS))
     assert out.requires_grad and (out - idle.logits(IDS)).abs().max() < 1e-4
     out[-1, 7].backward()
@@ -292,16 +292,16 @@ def test_logits_are_the_models_and_the_model_has_gradients(idle):
     assert grads and all(g.isfinite().all() for g in grads)
 
 
-def test_closing_ends_an_answer_that_another_thread_waits_for(checkpoint):
+def test_close_ends_a_request_of_another_thread(checkpoint):
     opened, got = open_engine(checkpoint), []
-    asking = threading.Thread(
+    caller = threading.Thread(
         target=lambda: got.append(opened.generate(IDS, max_tokens=CONTEXT - 5, ignore_eos=True))
     )
-    asking.start()
+    caller.start()
     while not opened._core.scheduler.running:
         time.sleep(0.001)
     opened.close()
-    asking.join(60)
+    caller.join(60)
     assert got[0].finish_reason == "cancelled" and len(got[0].token_ids) < CONTEXT - 5
 
 
@@ -326,4 +326,4 @@ def test_after_close_every_call_is_refused(checkpoint):
         assert caught.value.code == "engine-closed"
     assert opened.config.vocab_size == 512 and opened.tokenizer.encode(
         "a"
-    )  # what needs no engine still works
+    )  # attributes that need no engine remain available

@@ -38,25 +38,23 @@ def probe(width: int, columns: int = 3, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "hook", ["mlp_out", "mhc_streams_pre_attn", "mhc_attn_res_mix", "moe_topk", "final_hidden"]
 )
-def test_projected_rows_equal_the_traced_ones_times_the_matrix(filing, tmp_path, hook):
+def test_projected_rows_equal_traced_rows_times_the_matrix(filing, tmp_path, hook):
     width, last = filing.schema[hook].width, filing.config.num_hidden_layers - 1
     layer = last if filing.schema[hook].once else 2
     filing.projections["probe"] = matrix = probe(width)
-    wish = Capture({hook: [layer]}, positions="all", project="probe")
-    out = filing.generate(TEXT, **GREEDY, capture=wish)
+    spec = Capture({hook: [layer]}, positions="all", project="probe")
+    out = filing.generate(TEXT, **GREEDY, capture=spec)
     rows = out.acts[hook, layer]
     ids = [*out.prompt_token_ids, *out.token_ids[:-1]]
     plain = filing.trace(ids, hooks=hook)[hook, layer].flatten(1).double()
     bound = 1e-5 + 1e-4 * (plain.abs() @ matrix.double().abs())
     assert rows.tensor.shape == (len(ids), 3) and rows.tensor.dtype == torch.float32
     assert ((rows.tensor - plain @ matrix.double()).abs() <= bound).all()
-    assert (
-        out.capture_results["memory"].bytes == rows.tensor.nbytes == len(ids) * 12
-    )  # what was estimated, V11
+    assert out.capture_results["memory"].bytes == rows.tensor.nbytes == len(ids) * 12  # the estimate of V11
     filed = filing.generate(
         TEXT,
         **GREEDY,
-        capture=Capture.from_json(wish.to_json() | {"return": "file", "request_id": "p", "tag": "t"}),
+        capture=Capture.from_json(spec.to_json() | {"return": "file", "request_id": "p", "tag": "t"}),
     )
     entry = read_request(tmp_path / "captures" / "t" / "p")[hook, layer]
     assert torch.equal(to_torch(entry), rows.tensor) and entry.array.shape == (len(ids), 3)
@@ -80,12 +78,12 @@ def test_some_streams_projected_reduced_and_cast(filing):
     assert got.dtype == torch.bfloat16 and torch.allclose(got[0].double(), expected, rtol=2**-7, atol=1e-4)
 
 
-def test_a_matrix_replaced_while_a_request_runs_is_not_used_by_it(filing):
+def test_a_running_request_keeps_its_projection_matrix(filing):
     width = filing.schema["mlp_out"].width
     filing.projections["p"] = probe(width)
-    wish = Capture({"mlp_out": [0]}, positions="all", project="p")
-    alone = filing.generate(TEXT, **GREEDY, capture=wish)
-    with filing.stream(TEXT, **GREEDY, capture=wish) as stream:
+    spec = Capture({"mlp_out": [0]}, positions="all", project="p")
+    alone = filing.generate(TEXT, **GREEDY, capture=spec)
+    with filing.stream(TEXT, **GREEDY, capture=spec) as stream:
         next(stream)
         filing.projections["p"] = torch.zeros(width, 3)
         for _ in stream:
@@ -94,11 +92,11 @@ def test_a_matrix_replaced_while_a_request_runs_is_not_used_by_it(filing):
     assert torch.equal(output.acts["mlp_out", 0].tensor, alone.acts["mlp_out", 0].tensor)
     assert output.interp["capture_hash"] == alone.interp["capture_hash"]
     assert (
-        filing.generate(TEXT, **GREEDY, capture=wish).interp["capture_hash"] != alone.interp["capture_hash"]
+        filing.generate(TEXT, **GREEDY, capture=spec).interp["capture_hash"] != alone.interp["capture_hash"]
     )
 
 
-def test_a_projection_is_refused_by_its_field(idle):
+def test_a_bad_projection_is_refused_with_the_path_of_its_field(idle):
     idle.projections["narrow"] = probe(idle.config.hidden_size)
     try:
         for project, hook, words in (
@@ -112,7 +110,7 @@ def test_a_projection_is_refused_by_its_field(idle):
         del idle.projections["narrow"]
 
 
-def test_a_harvest_projects_and_remembers_with_what(filing, tmp_path):
+def test_a_harvest_projects_and_stores_the_projection(filing, tmp_path):
     width = filing.schema["mlp_out"].width
     filing.projections["p"] = matrix = probe(width, 2)
     texts, spec, out = ["one", "two texts"], Capture({"mlp_out": [1]}, project="p"), tmp_path / "out"
@@ -131,7 +129,7 @@ def test_a_harvest_projects_and_remembers_with_what(filing, tmp_path):
         harvest(filing, texts, spec, out)
 
 
-def test_a_request_stores_as_many_bytes_as_it_may_and_no_more(idle):
+def test_byte_limits_of_a_request(idle):
     spec = Capture({"mlp_out": "all"}, positions="all")
     before = idle.capture_max_request_bytes, idle.capture_inline_max_bytes
     needed = idle.generate("abcd", **GREEDY, capture=spec).capture_results["memory"].bytes
@@ -151,7 +149,7 @@ def test_a_request_stores_as_many_bytes_as_it_may_and_no_more(idle):
     assert before == (32 << 30, 4 << 30)
 
 
-def test_a_harvest_goes_by_the_same_limit(filing, tmp_path):
+def test_a_harvest_has_the_same_byte_limit(filing, tmp_path):
     filing.capture_max_request_bytes = 10
     with pytest.raises(CaptureValidationError, match="a request may store 10"):
         filing.generate("a", max_tokens=1, capture=Capture({"mlp_out": [0]}))
@@ -160,14 +158,14 @@ def test_a_harvest_goes_by_the_same_limit(filing, tmp_path):
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, True, "1 GB"])
-def test_a_limit_is_a_number_of_bytes(engine, limit):
+def test_a_limit_must_be_a_number_of_bytes(engine, limit):
     before = engine.capture_max_request_bytes
     with pytest.raises(OptionError, match="expected a number of bytes, or None"):
         engine.capture_max_request_bytes = limit
     assert engine.capture_max_request_bytes == before
 
 
-def test_the_hash_stands_for_what_is_captured(filing):
+def test_capture_hash_depends_on_the_captured_rows_only(filing):
     def hash_of(**fields):
         return filing.generate("x", max_tokens=1, capture=Capture({"mlp_out": [0]}, **fields)).interp[
             "capture_hash"
@@ -177,19 +175,19 @@ def test_the_hash_stands_for_what_is_captured(filing):
     assert len(plain) == 32 and plain == hash_of() and hash_of(dtype="bf16") != plain
     assert hash_of(returns="file", tag="a") == hash_of(
         returns="file", tag="b"
-    )  # where rows go is not what they are
+    )  # the destination is not part of the hash
     assert "capture_hash" not in filing.generate("x", max_tokens=1).interp
 
 
-def test_places_that_never_came_are_told_by_consumer(filing):
-    wish = Capture({"mlp_out": [0]}, positions=[0, 90], returns="file")
+def test_positions_that_were_never_reached_are_reported_by_consumer(filing):
+    spec = Capture({"mlp_out": [0]}, positions=[0, 90], returns="file")
     out = filing.generate(
-        "abc", max_tokens=90, capture=wish, stop_token_ids=list(range(filing.config.vocab_size))
+        "abc", max_tokens=90, capture=spec, stop_token_ids=list(range(filing.config.vocab_size))
     )
     assert out.interp["positions_that_never_came"] == {"filesystem": [90]}
 
 
-def test_a_failed_capture_keeps_the_answer_and_says_why_when_rows_are_asked_for(idle):
+def test_a_failed_capture_keeps_the_output_and_raises_when_rows_are_read(idle):
     plain = idle.generate(TEXT, **GREEDY)
     request = idle.submit_prompt(TEXT, Capture({"mlp_out": [0], "pre_attn": [0]}))
     (job,) = request.plan.jobs
@@ -213,7 +211,7 @@ def test_a_failed_capture_keeps_the_answer_and_says_why_when_rows_are_asked_for(
             list(look())
 
 
-def test_rows_that_are_elsewhere_or_nowhere_are_not_a_key_error(filing):
+def test_reading_rows_that_are_not_in_memory_raises_a_capture_error(filing):
     out = filing.generate("x", max_tokens=1, capture=Capture({"mlp_out": [0]}, returns="file"))
     with pytest.raises(CaptureError, match="went to 'filesystem', not to memory"):
         out.acts["mlp_out", 0]

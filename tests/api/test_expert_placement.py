@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("experts", "wish"),
+    ("experts", "expected"),
     [
         ("auto", PlacementOptions()),
         ("device", PlacementOptions(all_on_device=True)),
@@ -34,12 +34,12 @@ GIB = 2**30
         ("1.5GiB", PlacementOptions(expert_bytes=3 * GIB // 2)),
     ],
 )
-def test_what_experts_may_be(experts, wish):
-    assert parse_placement(experts, None, None) == wish
+def test_accepted_values_of_experts(experts, expected):
+    assert parse_placement(experts, None, None) == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             ("moon", None, None),
@@ -58,13 +58,13 @@ def test_what_experts_may_be(experts, wish):
         (("auto", None, "/no/such/folder/counts.json"), "whose folder does not exist"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, says):
-    with pytest.raises(OptionError, match=says):
+def test_invalid_values_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
         parse_placement(*options)
 
 
 @pytest.mark.parametrize("options", [{"experts": 0.5}, {"experts": "host"}, {"gpu_memory": "24GiB"}])
-def test_a_model_that_is_not_packed_cannot_be_placed(options):
+def test_placement_options_need_a_packed_model(options):
     with pytest.raises(
         OptionError, match="need a checkpoint in the released formats, Triton kernels and plain numerics"
     ):
@@ -76,19 +76,19 @@ def flash():
         return Transformer(preset("flash", mtp=False), Numerics(torch.bfloat16), packed=True, mtp=False)
 
 
-def refused(wish: PlacementOptions, free: int, host: int = 200 * GIB) -> str:
+def refused(options: PlacementOptions, free: int, host: int = 200 * GIB) -> str:
     with pytest.raises(CapacityError) as caught:
-        place_experts(flash(), wish, torch.device("cpu"), free, host, None, 1, 4096)
+        place_experts(flash(), options, torch.device("cpu"), free, host, None, 1, 4096)
     return str(caught.value)
 
 
-def test_refusals_say_what_was_needed_and_what_is_there():
+def test_refusals_state_needed_and_available_memory():
     small = refused(PlacementOptions(), 6 * GIB)
     assert (
         "without a single routed expert (weights" in small and "may use 6.00 GiB. Lower max_context" in small
     )
     capped = refused(PlacementOptions(gpu_memory=6 * GIB), 139 * GIB)
-    assert "may use 6.00 GiB" in capped, "gpu_memory counts, not what is free"
+    assert "may use 6.00 GiB" in capped, "gpu_memory is the limit, not the free memory"
     assert "experts is 'device', but" in refused(PlacementOptions(all_on_device=True), 100 * GIB)
     assert "11008 experts and places to move through take 137.06 GiB" in refused(
         PlacementOptions(share=1.0), 100 * GIB
@@ -124,19 +124,19 @@ PROMPT = [5, 80, 200]
 @pytest.fixture(scope="module")
 def answer(path):
     with engine(path) as opened:
-        assert opened.placement is None, "everything fits"
+        assert opened.placement is None, "all experts fit"
         return opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
 
 
 @pytest.mark.parametrize("experts", scaled([1.0, 0.5, "host", "40KB"], [0.5]))
-def test_an_engine_answers_the_same_at_any_share(path, answer, experts, tmp_path, capsys):
+def test_outputs_are_equal_at_any_share(path, answer, experts, tmp_path, capsys):
     with engine(path, experts=experts, expert_counts=tmp_path / "counts.json") as opened:
         share = {"host": 0.0, "40KB": None}.get(experts, experts)
-        said = capsys.readouterr().err
-        assert "experts on the device (" in said and "of host memory for the others" in said
+        printed = capsys.readouterr().err
+        assert "experts on the device (" in printed and "of host memory for the others" in printed
         assert share is None or opened.placement["experts_on_device"] == round(share * 8)
         output = opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
-        assert (output.token_ids, output.logprobs) == (answer.token_ids, answer.logprobs), "to the last bit"
+        assert (output.token_ids, output.logprobs) == (answer.token_ids, answer.logprobs), "bit-identical"
     found = ExpertCounts.load(tmp_path / "counts.json", 1, 8)
     assert found.steps == 2 and int(found.reads.sum()) >= 4, "a prompt and a token were counted"
 
@@ -168,8 +168,8 @@ def packed_tiny():
         return Transformer(config, Numerics(torch.float32), packed=True, mtp=False)
 
 
-def test_memory_decides_how_many():
-    """Between too little for anything and enough for all, every byte budget gives the most experts that fit."""
+def test_the_number_of_experts_follows_the_memory():
+    """For every byte budget between the minimum and enough for all experts, the most experts that fit are placed."""
     config, network = preset("tiny", 3, False), packed_tiny()
     whole = plan_budget(config, 2**30, 100_000, dtype=torch.float32)
     needed = whole.dense_bytes + 100_000

@@ -40,7 +40,7 @@ PROMISED = {
 }
 
 
-def test_options_and_defaults_are_the_promised_ones():
+def test_options_and_defaults_are_the_documented_ones():
     parameters = inspect.signature(birkhoff.load).parameters
     assert next(iter(parameters)) == "model"
     options = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -106,14 +106,14 @@ def test_an_unknown_keyword_is_an_error(checkpoint):
         birkhoff.load(checkpoint, max_request=3)
 
 
-def test_a_cuda_device_that_is_not_there(checkpoint):
+def test_a_missing_cuda_device_is_refused(checkpoint):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(OptionError, match=r"sees no CUDA device here. Use device='cpu'"):
         open_engine(checkpoint, device="cuda")
 
 
-def test_paths_that_are_no_checkpoint(tmp_path):
+def test_paths_without_a_checkpoint_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is missing; expected .* Check the path"):
         birkhoff.load(tmp_path / "nowhere")
     (tmp_path / "file.txt").write_text("x")
@@ -131,16 +131,19 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         birkhoff.load(tmp_path / "model.gguf")
 
 
-def test_what_was_resolved_is_printed(checkpoint, capsys):
+def test_resolved_options_are_printed(checkpoint, capsys):
     with open_engine(checkpoint, max_requests=3) as opened:
-        said = capsys.readouterr()
-        match = re.search(r"3 requests of up to (\d+) tokens, cache_bytes (\d+)", said.err)
+        printed = capsys.readouterr()
+        match = re.search(r"3 requests of up to (\d+) tokens, cache_bytes (\d+)", printed.err)
         assert (
-            match and int(match[1]) == opened.max_context == 600 and int(match[2]) == 2**24 and said.out == ""
+            match
+            and int(match[1]) == opened.max_context == 600
+            and int(match[2]) == 2**24
+            and printed.out == ""
         )
     with birkhoff.load(
         checkpoint, max_requests=2
-    ) as opened:  # nothing given: a quarter of what is free, the model's limit
+    ) as opened:  # defaults: a quarter of the free memory, the context limit of the model
         match = re.search(r"2 requests of up to (\d+) tokens, cache_bytes (\d+)", capsys.readouterr().err)
         assert match and int(match[1]) == opened.max_context == 4096 and int(match[2]) > 2**24
 
@@ -156,13 +159,13 @@ def test_little_memory_lowers_the_context_and_too_little_is_refused(checkpoint):
         open_engine(checkpoint, cache_bytes=1000)
 
 
-def test_progress_is_told(checkpoint):
-    told = []
-    open_engine(checkpoint, progress=lambda done, total: told.append((done, total))).close()
-    assert told and told[-1][0] == told[-1][1] and [d for d, _ in told] == sorted(d for d, _ in told)
+def test_progress_is_reported(checkpoint):
+    calls = []
+    open_engine(checkpoint, progress=lambda done, total: calls.append((done, total))).close()
+    assert calls and calls[-1][0] == calls[-1][1] and [d for d, _ in calls] == sorted(d for d, _ in calls)
 
 
-def test_kernels_and_invariance_do_not_change_the_answer(checkpoint, engine):
+def test_kernels_and_batch_invariance_do_not_change_outputs(checkpoint, engine):
     expected = engine.logits(IDS)
     tokens = engine.generate(IDS, temperature=0, max_tokens=10).token_ids
     with open_engine(checkpoint, kernels="reference") as plain:
@@ -172,12 +175,12 @@ def test_kernels_and_invariance_do_not_change_the_answer(checkpoint, engine):
     with open_engine(checkpoint, batch_invariant=True) as fixed:
         assert fixed.generate(IDS, temperature=0, max_tokens=10).token_ids == tokens
         alone = fixed.generate(IDS, temperature=0, max_tokens=10, logprobs=2).logprobs
-        beside = fixed.generate([IDS, [9] * 200, [7]], temperature=0, max_tokens=10, logprobs=2)[0].logprobs
-        assert alone == beside
+        batched = fixed.generate([IDS, [9] * 200, [7]], temperature=0, max_tokens=10, logprobs=2)[0].logprobs
+        assert alone == batched
     assert engine.model.numerics.kernels.name == ("cpu" if jit.AVAILABLE else "reference")
 
 
-def test_bfloat16_and_released_numerics_run_and_are_near(checkpoint, engine):
+def test_bfloat16_and_released_numerics_are_close_to_float32(checkpoint, engine):
     expected = engine.logits(IDS)
     for options in (
         {"dtype": "bfloat16"},
@@ -198,18 +201,18 @@ def test_bfloat16_and_released_numerics_run_and_are_near(checkpoint, engine):
 
 @pytest.fixture(scope="module")
 def written_by_transformers(tmp_path_factory):
-    theirs = build_oracle(random_model(TINY, seed=11))
+    oracle = build_oracle(random_model(TINY, seed=11))
     path = tmp_path_factory.mktemp("saved")
-    theirs.save_pretrained(path)
-    return theirs, path
+    oracle.save_pretrained(path)
+    return oracle, path
 
 
-def test_a_directory_that_transformers_wrote(written_by_transformers, capsys):
-    theirs, path = written_by_transformers
+def test_a_checkpoint_written_by_transformers(written_by_transformers, capsys):
+    oracle, path = written_by_transformers
     tokens = random_tokens(TINY, 200, 11)
     with birkhoff.load(path, max_requests=2, cache_bytes=2**24) as opened:
         with torch.no_grad():
-            expected = theirs(tokens.unsqueeze(0), use_cache=False).logits[0]
+            expected = oracle(tokens.unsqueeze(0), use_cache=False).logits[0]
         error = (opened.logits(tokens) - expected).abs().max().item()
         print(f"largest logit difference {error:.1e}")
         assert error <= 1e-4
@@ -218,7 +221,7 @@ def test_a_directory_that_transformers_wrote(written_by_transformers, capsys):
     assert opened.config.compress_ratios == TINY.compress_ratios
 
 
-def test_nano_is_there_or_says_how_to_get_it():
+def test_nano_loads_or_the_error_names_the_command():
     try:
         engine = birkhoff.load("nano", max_requests=1, cache_bytes=2**26)
     except CheckpointError as error:

@@ -73,7 +73,7 @@ def test_prompts(idle, prompt, kind, says):
             and isinstance(prompt, list)
             and (not prompt or isinstance(prompt[0], (str, list, bytes)))
         ):
-            continue  # a stream refuses lists of prompts before it looks into them
+            continue  # a stream refuses lists of prompts before it checks their items
         with pytest.raises(kind, match=says) as caught:
             call(prompt)
         assert (
@@ -154,7 +154,7 @@ def test_unknown_keywords_name_the_nearest_known_one(idle):
             call()
 
 
-def test_an_answer_longer_than_the_context(idle):
+def test_max_tokens_beyond_the_context(idle):
     with pytest.raises(
         PromptError, match=rf"the prompt has 5 tokens and max_tokens is {CONTEXT}: together {CONTEXT + 5}"
     ):
@@ -164,7 +164,7 @@ def test_an_answer_longer_than_the_context(idle):
     )
 
 
-def test_one_bad_prompt_among_good_ones_starts_nothing(idle):
+def test_one_bad_prompt_refuses_the_whole_call(idle):
     with pytest.raises(TokenError):
         idle.generate([[5, 6], [5, 999]], max_tokens=3)
     with pytest.raises(PromptError, match="together"):
@@ -172,7 +172,7 @@ def test_one_bad_prompt_among_good_ones_starts_nothing(idle):
     assert idle._core.scheduler.idle
 
 
-def test_a_cache_that_can_never_hold_a_request_says_so(checkpoint):
+def test_a_request_larger_than_the_cache_is_refused(checkpoint):
     """Pages for four requests of one page each; one request may use them all, but no more."""
     config = open_engine(checkpoint).config
     from birkhoff.engine.memory_plan import page_bytes, slot_bytes
@@ -185,10 +185,12 @@ def test_a_cache_that_can_never_hold_a_request_says_so(checkpoint):
             small.generate([5] * 520, max_tokens=5)
         assert caught.value.code == "engine-full"
         assert len(small.generate([5] * 500, max_tokens=5, ignore_eos=True).token_ids) == 5
-        assert len(small.generate([[5] * 300] * 6, max_tokens=3, ignore_eos=True)) == 6  # these take turns
+        assert (
+            len(small.generate([[5] * 300] * 6, max_tokens=3, ignore_eos=True)) == 6
+        )  # these run one after another
 
 
-def test_a_checkpoint_without_a_tokenizer_works_by_ids_and_refuses_text_by_name(wordless, idle):
+def test_a_checkpoint_without_a_tokenizer_accepts_ids_and_refuses_text(wordless, idle):
     with open_engine(wordless) as silent:
         out = silent.generate([5, 80, 200], temperature=0, max_tokens=6)
         assert (
@@ -213,8 +215,8 @@ def test_a_checkpoint_without_a_tokenizer_works_by_ids_and_refuses_text_by_name(
         assert silent.generate([5, 80, 200], max_tokens=2).finish_reason in ("length", "stop")
 
 
-def test_every_refusal_is_of_one_family(idle):
-    """One except clause is enough, whatever a caller got wrong."""
+def test_every_refusal_is_a_birkhoff_error(idle):
+    """Every refusal derives from `BirkhoffError`, so one except clause is enough."""
     for call in (
         lambda: idle.generate(None),
         lambda: idle.generate("a", n=0),

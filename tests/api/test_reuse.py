@@ -48,13 +48,13 @@ def reused(output) -> int:
     return output.timings["cached_tokens"]
 
 
-def same_rows(ours, theirs) -> bool:
-    assert set(ours.acts) == set(theirs.acts)
+def same_rows(actual, expected) -> bool:
+    assert set(actual.acts) == set(expected.acts)
     return all(
-        ours.acts[site].positions == theirs.acts[site].positions
-        and ours.acts[site].token_ids == theirs.acts[site].token_ids
-        and torch.equal(ours.acts[site].tensor, theirs.acts[site].tensor)
-        for site in theirs.acts
+        actual.acts[site].positions == expected.acts[site].positions
+        and actual.acts[site].token_ids == expected.acts[site].token_ids
+        and torch.equal(actual.acts[site].tensor, expected.acts[site].tensor)
+        for site in expected.acts
     )
 
 
@@ -67,7 +67,7 @@ def test_t_cache_1_decode_edits_share_pages_of_a_prompt_and_prompt_edits_do_not(
     plain = warm.generate(prompt, **options)
     shared = {phase: reused(warm.generate(prompt, steer=steer, **options)) for phase, steer in edit.items()}
     assert reused(plain) == 0 and shared == {"prefill": 0, "decode": 384, "both": 384}, (
-        "both equals prefill there"
+        "both phases equal prefill for prompt pages"
     )
     again = {phase: warm.generate(prompt, steer=steer, **options) for phase, steer in edit.items()}
     for phase, steer in edit.items():
@@ -81,8 +81,8 @@ def test_t_cache_1_decode_edits_share_pages_of_a_prompt_and_prompt_edits_do_not(
     )
 
 
-def test_a_steered_request_never_poisons_a_plain_one_nor_the_other_way_round(warm, cold):
-    """The same prompt steered, plain, steered otherwise, plain: every answer is its own."""
+def test_steered_and_plain_requests_do_not_share_wrong_pages(warm, cold):
+    """The same prompt steered, plain, steered differently, plain: no output depends on the other requests."""
     prompt, options = TEXTS[1][:300], {**GREEDY, "max_tokens": 5, "logprobs": 2}
     edits = [
         [Add(vector(2), hook="mhc_streams_pre_attn", layers=[1], streams=[0])],
@@ -91,14 +91,14 @@ def test_a_steered_request_never_poisons_a_plain_one_nor_the_other_way_round(war
         None,
     ]
     for steer in [*edits, *edits]:
-        ours, theirs = (
+        actual, expected = (
             warm.generate(prompt, steer=steer, **options),
             cold.generate(prompt, steer=steer, **options),
         )
-        assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
+        assert actual.token_ids == expected.token_ids and actual.logprobs == expected.logprobs
 
 
-def test_edits_of_late_places_share_what_lies_before_them(warm):
+def test_edits_of_late_positions_share_earlier_pages(warm):
     prompt = TEXTS[2][:400]
     warm.generate(prompt, max_tokens=1)
     for where, known in (([300], 256), ([-1], 384), ([10], 0), ([130], 128)):
@@ -109,17 +109,17 @@ def test_edits_of_late_places_share_what_lies_before_them(warm):
     assert reused(warm.generate(prompt, max_tokens=1)) == 384
 
 
-def test_a_vector_that_changes_under_its_name_is_another_vector(warm, cold):
+def test_a_changed_vector_of_the_same_name_does_not_reuse_pages(warm, cold):
     prompt, options = TEXTS[0][:300], {**GREEDY, "max_tokens": 4, "logprobs": 1}
     for seed in (6, 7):
         for engine in (warm, cold):
             engine.modules["calm"] = vector(seed)
         steer = [Add("calm", hook="mlp_out", layers=[1])]
-        ours, theirs = (
+        actual, expected = (
             warm.generate(prompt, steer=steer, **options),
             cold.generate(prompt, steer=steer, **options),
         )
-        assert reused(ours) == 0 and ours.logprobs == theirs.logprobs
+        assert reused(actual) == 0 and actual.logprobs == expected.logprobs
 
 
 CAPTURES = {
@@ -136,15 +136,15 @@ CAPTURES = {
 @pytest.mark.parametrize("positions", CAPTURES, ids=str)
 def test_t_cache_3_rows_are_equal_with_the_cache_on_off_and_from_the_store(checkpoint, cold, positions):
     prompt = TEXTS[0][:330]
-    wish = {"mlp_out": [0, 3], "mhc_streams_pre_attn": [2], "moe_topk": [1]}
-    capture = Capture(wish, positions=list(positions) if isinstance(positions, tuple) else positions)
+    points = {"mlp_out": [0, 3], "mhc_streams_pre_attn": [2], "moe_topk": [1]}
+    capture = Capture(points, positions=list(positions) if isinstance(positions, tuple) else positions)
     options = {**GREEDY, "max_tokens": 4}
     alone = cold.generate(prompt, capture=capture, **options)
     with opened(checkpoint, prefix_cache=True) as warm:
         warm.generate(prompt, **options)
         first = warm.generate(prompt, capture=capture, **options)
         assert reused(first) == CAPTURES[positions] and same_rows(first, alone), (
-            "computed from the first wanted row on"
+            "computed from the first captured row on"
         )
         second = warm.generate(prompt, capture=capture, **options)
         served = warm.reuse["prefix"]["rows_served"]
@@ -152,48 +152,48 @@ def test_t_cache_3_rows_are_equal_with_the_cache_on_off_and_from_the_store(check
             "served from the store, and all pages reused"
         )
         assert (served > 0) is (CAPTURES[positions] < 256)
-        other = Capture({"mlp_out": [0, 4]}, positions=capture.positions)  # layer 4 was never seen
+        other = Capture({"mlp_out": [0, 4]}, positions=capture.positions)  # layer 4 was never captured
         assert same_rows(
             warm.generate(prompt, capture=other, **options), cold.generate(prompt, capture=other, **options)
         )
 
 
-def test_rows_never_cross_edits(warm, cold):
+def test_cached_rows_are_separate_for_different_edits(warm, cold):
     prompt, options = TEXTS[1][:300], {**GREEDY, "max_tokens": 2}
     steer = [Add(vector(8), hook="mlp_out", layers=[1])]
     for point in ("before", "after"):
         capture = Capture({"mlp_out": [1, 3]}, positions="all", capture_point=point)
         for edits in (steer, None, steer, None):
-            ours = warm.generate(prompt, capture=capture, steer=edits, **options)
-            assert same_rows(ours, cold.generate(prompt, capture=capture, steer=edits, **options)), (
+            actual = warm.generate(prompt, capture=capture, steer=edits, **options)
+            assert same_rows(actual, cold.generate(prompt, capture=capture, steer=edits, **options)), (
                 point,
                 edits,
             )
-        assert reused(ours) == 256
+        assert reused(actual) == 256
 
 
-def test_captures_do_not_cost_others_their_cache(warm):
+def test_captures_do_not_prevent_page_reuse(warm):
     prompt = TEXTS[2][:300]
     warm.generate(prompt, max_tokens=1, capture=Capture({"mlp_out": "all"}, positions="all"))
-    assert reused(warm.generate(prompt, max_tokens=1)) == 256, "a capture writes its pages like anybody"
+    assert reused(warm.generate(prompt, max_tokens=1)) == 256, "a request with a capture caches its pages"
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_t_ste_4_phases_land_on_their_tokens_also_behind_a_full_cache_hit(warm, cold, phase):
-    prompt = TEXTS[0][:257]  # all but its last token is in whole pages
+def test_t_ste_4_phases_apply_to_their_tokens_after_a_full_cache_hit(warm, cold, phase):
+    prompt = TEXTS[0][:257]  # all but its last token are in full pages
     steer = [Add(vector(9), hook="mlp_out", layers=[2], phase=phase)]
     capture = Capture({"mlp_out": [2], "mlp_in": [3]}, positions="all_generated", capture_point="after")
     options = {**GREEDY, "max_tokens": 6, "steer": steer}
     alone = cold.generate(prompt, capture=capture, **options)
     for _ in range(2):
-        ours = warm.generate(prompt, capture=capture, **options)
-        assert ours.token_ids == alone.token_ids and same_rows(ours, alone)
+        actual = warm.generate(prompt, capture=capture, **options)
+        assert actual.token_ids == alone.token_ids and same_rows(actual, alone)
         expected = range(257) if phase == "prefill" else range(257, 262)
-        assert ours.interp["steered_positions"] == list(expected)
-    assert reused(ours) == 256
+        assert actual.interp["steered_positions"] == list(expected)
+    assert reused(actual) == 256
 
 
-def test_t_ste_9_steered_positions_are_reported_whatever_was_computed(warm):
+def test_t_ste_9_steered_positions_are_reported_with_cached_pages(warm):
     prompt, count = TEXTS[1][:400], 5
     cases = [({"phase": "decode"}, range(400, 404)), ({"where": [0, 399, -1]}, [0, 399]), ({}, range(404))]
     for options, expected in cases:
@@ -204,20 +204,20 @@ def test_t_ste_9_steered_positions_are_reported_whatever_was_computed(warm):
             assert turn == 0 or reused(out) == 384
 
 
-# Guessing
+# Speculation
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoint) -> Iterator[list[birkhoff.Engine]]:
-    """Plain, and guessing always 1 and 3 ahead; all with a prefix cache."""
+    """Without speculation, and with always 1 and 3 drafts; all with a prefix cache."""
     made = [open_engine(checkpoint, speculative=depth, prefix_cache=True) for depth in (False, 1, 3)]
     yield made
     for engine in made:
         engine.close()
 
 
-def test_t_ste_8_steering_the_final_streams_changes_no_token_when_guessing(engines):
-    """Edits there reach MTP too; every other site and path gives the same text as well."""
+def test_t_ste_8_steering_gives_the_same_tokens_with_speculation(engines):
+    """Edits of the final streams affect MTP too; edits of every other site and path give the same text as well."""
     sites = [
         ("mhc_streams_final", "both", 256),
         ("mhc_streams_final", "read", 256),
@@ -239,7 +239,7 @@ def test_t_ste_8_steering_the_final_streams_changes_no_token_when_guessing(engin
             assert out.interp["steered_positions"] == plain.interp["steered_positions"]
 
 
-def test_t_cap_7_rows_are_complete_and_ordered_with_cache_and_guesses(engines):
+def test_t_cap_7_rows_are_complete_and_ordered_with_cache_and_speculation(engines):
     capture = Capture({"mlp_out": [0, 5], "mhc_streams_final": "all"}, positions="all")
     options = {"max_tokens": 30, "temperature": 1.0, "seed": 2, "ignore_eos": True, "capture": capture}
     prompts = [TEXTS[0][:200], TEXTS[0][:150], TEXTS[1][:20], TEXTS[0][:200]]
@@ -253,7 +253,7 @@ def test_t_cap_7_rows_are_complete_and_ordered_with_cache_and_guesses(engines):
                 torch.testing.assert_close(rows.tensor, plain.acts[site].tensor, atol=1e-3, rtol=1e-3)
 
 
-def test_stop_strings_and_streams_are_the_same_when_guessing(engines, letters):
+def test_stop_strings_and_streams_are_equal_with_speculation(engines, letters):
     options = {"max_tokens": 40, "temperature": 0.9, "seed": 3, "logit_bias": letters}
     whole = engines[0].generate("abc", **options)
     stop = whole.text[7:9]
@@ -263,8 +263,8 @@ def test_stop_strings_and_streams_are_the_same_when_guessing(engines, letters):
         assert "".join(event.text for event in engine.stream("abc", stop=[stop], **options)) == out.text
 
 
-def test_nanos_own_guesses_are_mostly_right_and_change_nothing():
-    """Greedy, three depths, steered at the final streams and not: the same tokens; most of the first guesses stay."""
+def test_drafts_of_nano_are_mostly_accepted_and_change_no_token():
+    """Greedy at three depths, with and without steering the final streams: equal tokens, most first drafts accepted."""
     prompt = [{"role": "user", "content": "Tell me a story about a dog and a red ball."}]
     options = {"max_tokens": scaled(160, 40), "temperature": 0, "ignore_eos": True}
     steer = [Add(vector(1, 4 * 384, norm=8.0), hook="mhc_streams_final", layers="all")]
@@ -279,7 +279,7 @@ def test_nanos_own_guesses_are_mostly_right_and_change_nothing():
         assert min(shares) > (0.5, 0.35, 0.25)[depth - 1], shares
 
 
-# Everything at once
+# All features combined
 
 ASKED = st.lists(
     st.tuples(
@@ -295,15 +295,17 @@ ASKED = st.lists(
 
 
 @settings(max_examples=scaled(60, 6))
-@given(asked=ASKED, pages=st.sampled_from([4, 6, 40]), on_disk=st.booleans())
-def test_any_conversations_give_the_bits_of_an_engine_that_remembers_nothing(
-    checkpoint, cold, tmp_path_factory, asked, pages, on_disk
+@given(drawn=ASKED, pages=st.sampled_from([4, 6, 40]), on_disk=st.booleans())
+def test_any_conversations_are_bit_identical_to_an_engine_without_caches(
+    checkpoint, cold, tmp_path_factory, drawn, pages, on_disk
 ):
     root = tmp_path_factory.mktemp("pages") if on_disk else None
     with opened(checkpoint, prefix_cache=True, context_root=root) as warm:
         scheduler = warm._core.scheduler
-        scheduler.pages.allocate(scheduler.pages.size - pages)  # memory for hardly more than one request
-        for text, length, tail, edit, rows in asked:
+        scheduler.pages.allocate(
+            scheduler.pages.size - pages
+        )  # leaves memory for little more than one request
+        for text, length, tail, edit, rows in drawn:
             prompt = [*TEXTS[text][:length], *range(7, 7 + tail)]
             where = {"late": {"where": [-1]}, None: {}}.get(edit, {"phase": edit})
             options = {
@@ -315,10 +317,10 @@ def test_any_conversations_give_the_bits_of_an_engine_that_remembers_nothing(
                 if rows is None
                 else Capture({"mlp_out": [1], "pre_attn": [5]}, positions=rows),
             }
-            ours, theirs = warm.generate(prompt, **options), cold.generate(prompt, **options)
-            assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
-            assert same_rows(ours, theirs) if rows is not None else True
-            assert ours.interp.get("steered_positions") == theirs.interp.get("steered_positions")
+            actual, expected = warm.generate(prompt, **options), cold.generate(prompt, **options)
+            assert actual.token_ids == expected.token_ids and actual.logprobs == expected.logprobs
+            assert same_rows(actual, expected) if rows is not None else True
+            assert actual.interp.get("steered_positions") == expected.interp.get("steered_positions")
 
 
 def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
@@ -338,7 +340,7 @@ def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
 # Options
 
 
-def test_values_of_the_options():
+def test_option_values():
     assert (
         parse_speculation("auto", True, False) == SpeculationOptions(1)
         and parse_speculation(False, True, False) == SpeculationOptions()
@@ -360,7 +362,7 @@ def test_values_of_the_options():
         parse_speculation(2, True, True)
 
 
-def test_a_checkpoint_without_mtp_answers_and_refuses_to_guess(tmp_path):
+def test_a_checkpoint_without_mtp_generates_and_refuses_speculation(tmp_path):
     synth(tmp_path / "c", "tiny", mtp=False)
     with open_engine(tmp_path / "c") as engine:
         assert (

@@ -25,7 +25,7 @@ def free_slots(engine) -> int:
     ids=["greedy", "sampled", "top-k", "min_tokens"],
 )
 @pytest.mark.parametrize("prompt", ["héllo 🙂 wörld", IDS], ids=["text", "ids"])
-def test_pieces_join_to_what_generate_says(idle, prompt, options):
+def test_streamed_text_joins_to_the_output_of_generate(idle, prompt, options):
     whole = idle.generate(prompt, max_tokens=30, **options)
     stream = idle.stream(prompt, max_tokens=30, **options)
     events = list(stream)
@@ -34,13 +34,13 @@ def test_pieces_join_to_what_generate_says(idle, prompt, options):
     assert stream.output.text == whole.text and stream.output.token_ids == whole.token_ids
     if whole.logprobs is None:
         assert all(e.logprob is None for e in events)
-    else:  # company may differ between the two: the same numbers up to rounding
+    else:  # batches may differ between the two calls: equal up to rounding
         assert [e.logprob.logprob for e in events] == pytest.approx(
             [p.logprob for p in whole.logprobs], abs=1e-4
         )
 
 
-def test_a_stop_string_is_never_shown_in_part(idle, letters):
+def test_no_part_of_a_stop_string_is_streamed(idle, letters):
     plain = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters).text
     stop = plain[10:15]
     shown = ""
@@ -56,25 +56,25 @@ def test_closing_frees_the_slot_before_the_next_step(idle):
     streams[1].close()
     assert free_slots(idle) == 1
     late = idle.stream(IDS, max_tokens=100, temperature=0, ignore_eos=True)
-    assert next(late).token_id is not None and free_slots(idle) == 0  # it got the place in this very step
+    assert next(late).token_id is not None and free_slots(idle) == 0  # it got the slot in this step
     with streams[2]:
         next(streams[2])
     assert free_slots(idle) == 1
-    del streams[3]  # thrown away: gone before anybody's next step
+    del streams[3]  # a dropped stream is cancelled before the next step
     idle._core.step()
     assert free_slots(idle) == 2
     streams[0].close()
     streams[0].close()
     late.close()
     assert late.output.finish_reason == "cancelled" and len(late.output.token_ids) >= 1
-    assert next(streams[0], None) is None  # an ended iterator stays ended
+    assert next(streams[0], None) is None  # an exhausted iterator stays exhausted
 
 
-def test_a_stream_lost_in_a_cycle_is_collected_in_the_middle_of_a_step(idle):
-    """The collector runs at every few allocations here, so also where the engine's lock is held."""
+def test_a_stream_in_a_reference_cycle_can_be_collected_during_a_step(idle):
+    """The collector runs every few allocations here, also while the lock of the engine is held."""
     thresholds, answers = gc.get_threshold(), []
 
-    def lose_streams_and_answer():
+    def drop_streams_and_generate():
         for _ in range(3):
             lost = [idle.stream(IDS, max_tokens=100)]
             lost.append(lost)
@@ -82,46 +82,46 @@ def test_a_stream_lost_in_a_cycle_is_collected_in_the_middle_of_a_step(idle):
             del lost
             answers.append(idle.generate(IDS, max_tokens=5))
 
-    worker = threading.Thread(target=lose_streams_and_answer, daemon=True)
+    worker = threading.Thread(target=drop_streams_and_generate, daemon=True)
     gc.set_threshold(5, 2, 1)
     try:
         worker.start()
         worker.join(100)
     finally:
         gc.set_threshold(*thresholds)
-    assert len(answers) == 3, "the engine waits for itself"
+    assert len(answers) == 3, "the engine deadlocked"
     gc.collect()
 
 
-def test_another_thread_may_close_a_stream_that_is_being_read(idle):
-    stream, told = idle.stream(IDS, max_tokens=CONTEXT - 10, ignore_eos=True), []
-    reader = threading.Thread(target=lambda: told.extend(stream), daemon=True)
+def test_another_thread_can_close_a_stream_that_is_being_read(idle):
+    stream, events = idle.stream(IDS, max_tokens=CONTEXT - 10, ignore_eos=True), []
+    reader = threading.Thread(target=lambda: events.extend(stream), daemon=True)
     reader.start()
-    while len(told) < 3:
+    while len(events) < 3:
         time.sleep(0.001)
     stream.close()
     reader.join(60)
     assert (
         not reader.is_alive()
         and stream.output.finish_reason == "cancelled"
-        and told[-1].finish_reason in (None, "cancelled")
+        and events[-1].finish_reason in (None, "cancelled")
     )
 
 
-def test_leaving_a_loop_early_gives_what_there_was(idle, letters):
+def test_closing_early_gives_the_partial_output(idle, letters):
     stream = idle.stream("x", temperature=0, max_tokens=60, logit_bias=letters)
     with pytest.raises(RequestError, match=r"has not ended yet. Read it to its end or close it"):
         stream.output  # noqa: B018
-    told = ""
+    received = ""
     for event in stream:
-        told += event.text
-        if len(told) == 7:
+        received += event.text
+        if len(received) == 7:
             break
     stream.close()
-    assert stream.output.text.startswith(told) and stream.output.finish_reason == "cancelled"
+    assert stream.output.text.startswith(received) and stream.output.finish_reason == "cancelled"
 
 
-def test_a_stream_that_is_never_read_costs_nothing(idle):
+def test_a_stream_that_is_never_read_does_not_run(idle):
     stream = idle.stream(IDS, max_tokens=100)
     assert idle._core.scheduler.idle
     stream.close()
@@ -131,21 +131,21 @@ def test_a_stream_that_is_never_read_costs_nothing(idle):
     gc.collect()
 
 
-def test_streams_side_by_side_are_the_streams_alone(idle):
+def test_concurrent_streams_equal_streams_alone(idle):
     prompts = [[9 + i, 30, 31] for i in range(REQUESTS + 2)]
     alone = [idle.generate(p, temperature=0, max_tokens=10).token_ids for p in prompts]
     streams = [idle.stream(p, temperature=0, max_tokens=10) for p in prompts]
-    told = [[] for _ in prompts]
-    while any(len(t) < 10 for t in told):
-        for stream, tokens in zip(streams, told):
+    received = [[] for _ in prompts]
+    while any(len(t) < 10 for t in received):
+        for stream, tokens in zip(streams, received):
             event = next(stream, None)
             if event is not None:
                 tokens.append(event.token_id)
-    assert told == alone
+    assert received == alone
     assert all(next(stream, None) is None for stream in streams)
 
 
-def test_generate_goes_on_beside_an_open_stream(idle):
+def test_generate_works_while_a_stream_is_open(idle):
     expected = idle.generate(IDS, temperature=0, max_tokens=8).token_ids
     with idle.stream([9, 9], max_tokens=300, ignore_eos=True) as stream:
         next(stream)
@@ -165,19 +165,19 @@ async def read(engine, prompt, **options):
 
 
 def test_many_async_streams_at_once(idle):
-    """More of them than slots, and than threads a default executor has."""
+    """More streams than slots, and more than the threads of a default executor."""
     prompts = [[9 + i, 30, 31] for i in range(24)]
     alone = [o.token_ids for o in idle.generate(prompts, temperature=0, max_tokens=6)]
 
-    async def all_of_them():
+    async def gather_all():
         return await asyncio.gather(*(read(idle, p, temperature=0, max_tokens=6) for p in prompts))
 
-    told = asyncio.run(all_of_them())
-    assert [[e.token_id for e in events] for events in told] == alone
-    assert all(events[-1].finish_reason for events in told)
+    outputs = asyncio.run(gather_all())
+    assert [[e.token_id for e in events] for events in outputs] == alone
+    assert all(events[-1].finish_reason for events in outputs)
 
 
-def test_the_loop_runs_on_while_a_step_computes(idle):
+def test_the_event_loop_is_not_blocked_by_a_step(idle):
     ticks, reading = [], True
 
     async def tick():
@@ -194,11 +194,11 @@ def test_the_loop_runs_on_while_a_step_computes(idle):
         return events
 
     assert len(asyncio.run(both())) == 5
-    print(f"{len(ticks)} turns of the loop during one answer")
+    print(f"{len(ticks)} iterations of the event loop during one request")
     assert len(ticks) > 20
 
 
-def test_leaving_an_async_loop_cancels(idle):
+def test_closing_an_async_stream_cancels_its_request(idle):
     async def leave():
         stream = idle.astream(IDS, max_tokens=200)
         async for _ in stream:
@@ -210,7 +210,7 @@ def test_leaving_an_async_loop_cancels(idle):
     assert asyncio.run(leave()) == REQUESTS
 
 
-def test_a_cancelled_task_leaves_nothing_behind(idle):
+def test_a_cancelled_task_frees_its_slot(idle):
     async def cancel():
         task = asyncio.create_task(read(idle, [5] * 300, max_tokens=200, ignore_eos=True))
         while idle._core.scheduler.idle:
@@ -219,11 +219,11 @@ def test_a_cancelled_task_leaves_nothing_behind(idle):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancel())  # waits for the thread whose step was on its way
+    asyncio.run(cancel())  # waits for the thread that is in a step
     assert free_slots(idle) == REQUESTS
 
 
-def test_async_refusals_are_the_same(idle):
+def test_async_streams_raise_the_same_errors(idle):
     for prompt, options in (("a", {"n": 2}), (["a", "b"], {}), ("", {}), ("a", {"temprature": 1})):
         with pytest.raises((OptionError, PromptError)):
             asyncio.run(read(idle, prompt, **options))

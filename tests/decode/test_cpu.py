@@ -149,7 +149,7 @@ def test_a_state_that_can_step_back(fast, sequences, lookback):
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, length):
     """As when drafts are verified: rows of one slot whose blocks end inside the step, with another sequence."""
-    state, tokens, (other, beside) = (
+    state, tokens, (other, other_logits) = (
         State.contiguous(TINY, 2, LENGTH, lookback=3),
         sequences[0][0],
         sequences[1],
@@ -164,10 +164,10 @@ def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, le
             assert is_decode_step(batch, state)
             logits = fast.logits(fast.run(batch, state, NoTap())[0])
         assert (logits[:length] - sequences[0][1][at : at + length]).abs().max() <= TOLERANCE
-        assert (logits[length] - beside[place]).abs().max() <= TOLERANCE
+        assert (logits[length] - other_logits[place]).abs().max() <= TOLERANCE
 
 
-def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
+def test_slots_and_pages_can_be_anywhere_and_need_no_clearing(fast, sequences):
     state, slots = State(TINY, 6, 24), [4, 1, 5]
     for slot, pages in zip(slots, ([17, 3, 20, 9], [22, 0, 11, 5], [8, 23, 1, 14])):
         state.give_pages(slot, pages)
@@ -217,7 +217,7 @@ def test_other_shapes(changes):
     assert (torch.stack(rows) - expected[110:]).abs().max() <= TOLERANCE
 
 
-def test_equal_scores_choose_the_oldest_entries_in_both():
+def test_equal_scores_select_the_oldest_entries_in_both_paths():
     """Without indexer queries all entries score zero: the first twelve are selected, later ones are not."""
     plain, fast = random_model(seed=6), few_model(seed=6)
     for model in (plain, fast):
@@ -233,7 +233,7 @@ def test_equal_scores_choose_the_oldest_entries_in_both():
     assert (torch.stack(rows) - expected[90:]).abs().max() <= TOLERANCE
 
 
-def test_a_token_table_may_name_an_expert_twice():
+def test_a_hash_routing_table_may_name_an_expert_twice():
     """Both occurrences are counted."""
     plain, fast = random_model(seed=7), few_model(seed=7)
     for model in (plain, fast):
@@ -249,7 +249,7 @@ def test_a_token_table_may_name_an_expert_twice():
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("count", [1, 3, 17])
-def test_numbers_that_are_none_stay_in_their_sequence(kernels, count):
+def test_nan_stays_in_its_sequence(kernels, count):
     """A token whose embedding is NaN affects its own sequence from there on and no other, not even the next one in its
     slot, whose window is short and whose neighbours are far ahead."""
     model = fused_model(kernels=kernels)
@@ -282,10 +282,10 @@ def keep(seen):
     return EagerTap(listen)
 
 
-def test_every_site_is_seen_and_holds_what_the_plain_path_holds(fast, plain, sequences):
-    starts, mine, theirs = STARTS[:3], {}, {}
-    decode(fast, sequences, starts, 12, tap=keep(mine))
-    decode(plain, sequences, starts, 12, tap=keep(theirs))
+def test_every_site_equals_the_plain_path(fast, plain, sequences):
+    starts, actual, expected = STARTS[:3], {}, {}
+    decode(fast, sequences, starts, 12, tap=keep(actual))
+    decode(plain, sequences, starts, 12, tap=keep(expected))
     once = {s.name for s in sites.SITES if s.once}
     every = {
         (s.name, layer)
@@ -294,16 +294,16 @@ def test_every_site_is_seen_and_holds_what_the_plain_path_holds(fast, plain, seq
         for layer in range(6)
         if s.name not in once or layer == 5
     }
-    assert mine.keys() == theirs.keys() == every
-    for key, rows in mine.items():
-        assert [r.shape for r in rows] == [r.shape for r in theirs[key]] and [r.dtype for r in rows] == [
-            r.dtype for r in theirs[key]
+    assert actual.keys() == expected.keys() == every
+    for key, rows in actual.items():
+        assert [r.shape for r in rows] == [r.shape for r in expected[key]] and [r.dtype for r in rows] == [
+            r.dtype for r in expected[key]
         ]
-        true = torch.cat(theirs[key])
+        true = torch.cat(expected[key])
         assert (torch.cat(rows) - true).abs().max() <= 2e-5 * true.abs().max().clamp_min(1.0), key
 
 
-def test_looking_changes_no_bit_and_what_was_seen_stays_as_it_was(fast, sequences):
+def test_observation_changes_no_bit_and_observed_tensors_are_not_reused(fast, sequences):
     """Sites are observed in place here, so a reused buffer would be noticed."""
     starts, seen, copies = STARTS[:3], [], []
 
@@ -331,20 +331,20 @@ def test_looking_changes_no_bit_and_what_was_seen_stays_as_it_was(fast, sequence
     ],
     ids=lambda s: s.name,
 )
-def test_an_edit_does_the_same_as_in_the_plain_path(fast, plain, sequences, site):
+def test_an_edit_gives_the_same_result_as_in_the_plain_path(fast, plain, sequences, site):
     def edit(where, layer, x):
         return x * 0.5 + 0.1 if where is site and layer in (3, 5) else None
 
     starts = STARTS[:2]
-    mine = decode(fast, sequences, starts, 8, tap=EagerTap(edit=edit))
-    theirs = decode(plain, sequences, starts, 8, tap=EagerTap(edit=edit))
+    actual = decode(fast, sequences, starts, 8, tap=EagerTap(edit=edit))
+    expected = decode(plain, sequences, starts, 8, tap=EagerTap(edit=edit))
     untouched = decode(fast, sequences, starts, 8)
     for i in range(2):
-        assert (mine[i] - theirs[i]).abs().max() <= TOLERANCE
-        assert (mine[i] - untouched[i]).abs().max() > 1e-3
+        assert (actual[i] - expected[i]).abs().max() <= TOLERANCE
+        assert (actual[i] - untouched[i]).abs().max() > 1e-3
 
 
-def test_an_edited_tensor_may_lie_anyhow(fast, sequences):
+def test_an_edited_tensor_may_have_any_strides(fast, sequences):
     """Edits may return strided or expanded tensors, or views of larger ones."""
 
     def strided(site, layer, x):
@@ -367,7 +367,7 @@ def test_phases_are_the_same_for_a_few_positions_and_for_many(count):
         ).abs().max() <= 2.5e-7
 
 
-def test_it_is_left_alone_while_gradients_are_recorded(fast, sequences):
+def test_it_is_not_used_while_gradients_are_recorded(fast, sequences):
     tokens, state = sequences[0][0], State.contiguous(TINY, 1, 20)
     batch = Batch.of([SequenceChunk(0, 0, tokens[:1])])
     with torch.enable_grad():
@@ -389,6 +389,6 @@ def test_weights_changed_after_fusing_are_the_ones_used(sequences):
 @pytest.mark.parametrize(
     "numerics", [{"dtype": torch.bfloat16}, {"released": True}], ids=["bfloat16", "released"]
 )
-def test_what_it_is_not_made_for_does_not_get_it(numerics):
+def test_unsupported_numerics_do_not_use_it(numerics):
     model = fused_model(kernels="cpu", **numerics)
     assert all(block.attn.compiled is None and block.ffn.compiled is None for block in model.layers)

@@ -45,7 +45,7 @@ def plain_step(model, state, pieces) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def test_steps_are_those_of_the_plain_model(model):
+def test_steps_equal_those_of_the_plain_model(model):
     rows = len(STARTS)
     tokens = [random_tokens(SMALL, max(STARTS) + STEPS, seed) for seed in range(rows)]
     states = [State.contiguous(SMALL, rows, 384, device=DEVICE) for _ in range(2)]
@@ -64,10 +64,10 @@ def test_steps_are_those_of_the_plain_model(model):
         buffers.positions.copy_(torch.tensor(at))
         buffers.slots.copy_(torch.arange(rows))
         assert (decoder.step(buffers) - true).abs().max() < 1e-4
-    for mine, true in zip(states[1].layers, states[0].layers):
+    for actual, true in zip(states[1].layers, states[0].layers):
         for name, page in true.pages.items():
-            assert (mine.pages[name] - page).abs().max() < 1e-5
-        assert (mine.keys.rows - true.keys.rows).abs().max() < 1e-5
+            assert (actual.pages[name] - page).abs().max() < 1e-5
+        assert (actual.keys.rows - true.keys.rows).abs().max() < 1e-5
 
 
 def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -80,7 +80,7 @@ def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[lis
     return [request.output_ids for request in made]
 
 
-def test_an_engine_decodes_through_it(model):
+def test_an_engine_decodes_with_it(model):
     """Three requests in a step of four rows; the padding row has no effect."""
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (2, 5, 9)]
     answers = []
@@ -100,7 +100,7 @@ def test_an_engine_decodes_through_it(model):
     assert answers[0] == answers[1]
 
 
-def test_what_it_cannot_decode_is_refused_with_the_reason(model):
+def test_unsupported_models_are_refused_with_the_reason(model):
     plain = random_model(SMALL)
     assert "not packed" in (unsupported_model(plain) or "")
     with pytest.raises(OptionError, match=r"not packed as FP8 and FP4 codes\. Use kernels='reference'"):
@@ -114,7 +114,7 @@ def test_what_it_cannot_decode_is_refused_with_the_reason(model):
         Decoder(model, State.contiguous(SMALL, 1, 128, device=DEVICE), fast=True)
 
 
-def test_the_cuda_kernels_say_what_they_need():
+def test_cuda_kernels_state_their_requirements():
     assert unsupported_reason(TINY, torch.bfloat16, torch.device("cpu")) == "no NVIDIA GPU"
     assert scale_offset(torch.tensor([100, 129], dtype=torch.uint8)) == 30 - 129
     assert scale_offset(torch.tensor([99, 129], dtype=torch.uint8)) is None

@@ -23,14 +23,14 @@ def model():
     return packed_model(SHORT)
 
 
-def made(model, max_context: int = 100000) -> tuple[CudaGraphs, State]:
+def make_graphs(model, max_context: int = 100000) -> tuple[CudaGraphs, State]:
     state = State.contiguous(SHORT, 4, 256, device=DEVICE)
     return CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=max_context), state
 
 
 @torch.inference_mode()
-def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(model):
-    graphs, state = made(model)
+def test_rows_keep_their_order_and_padding_rows_write_only_the_scratch_slot(model):
+    graphs, state = make_graphs(model)
     plain = State.contiguous(SHORT, 4, 256, device=DEVICE)
     tokens, positions, slots = [5, 6, 8], [0, 3, 1], [2, 0, 1]
     logits, streams = graphs.step(tokens, positions, slots)
@@ -38,25 +38,25 @@ def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(mode
     pieces = [SequenceChunk(s, p, torch.tensor([t])) for t, p, s in zip(tokens, positions, slots)]
     batch = Batch.of(pieces, DEVICE)
     hidden, true = model.run(batch, plain, NoTap())
-    place = [batch.chunks.index(piece) for piece in pieces]
-    assert (logits - model.logits(hidden)[place]).abs().max() < 1e-4
-    assert (streams - true[place]).abs().max() < 1e-4
+    order = [batch.chunks.index(piece) for piece in pieces]
+    assert (logits - model.logits(hidden)[order]).abs().max() < 1e-4
+    assert (streams - true[order]).abs().max() < 1e-4
     rows, same = state.layers[0].keys.rows, plain.layers[0].keys.rows
     assert (rows[:3] - same[:3]).abs().max() < 1e-5
-    assert rows[3].abs().sum() > 0 and (rows[3, 1:] == 0).all(), "the spare row stood at position 0"
+    assert rows[3].abs().sum() > 0 and (rows[3, 1:] == 0).all(), "the padding row is at position 0"
     kept = logits.clone()
     graphs.step([1, 2, 3], [4, 5, 6], slots)
-    assert torch.equal(logits, kept), "the next step does not write what was handed out"
+    assert torch.equal(logits, kept), "the next step does not overwrite returned tensors"
 
 
 @pytest.mark.parametrize("length, context", [(1, 2048), (2048, 2048), (2049, 8192), (40000, 100000)])
-def test_a_size_is_made_once_and_never_beyond_the_engine_s_limit(model, length, context):
-    graphs, _ = made(model)
+def test_a_graph_size_is_created_once_and_is_limited_by_max_context(model, length, context):
+    graphs, _ = make_graphs(model)
     first = graphs._find_plain(5, length)
     assert (first[0].rows, first[0].context) == (8, context) and graphs._find_plain(6, length) is first
 
 
-def test_sizes_cover_what_is_taken(model):
-    graphs, _ = made(model)
+def test_fits_accepts_the_largest_size_and_sizes_are_sorted(model):
+    graphs, _ = make_graphs(model)
     assert graphs.fits(ROWS[-1]) and not graphs.fits(ROWS[-1] + 1)
     assert list(ROWS) == sorted(ROWS) and list(CONTEXTS) == sorted(CONTEXTS)

@@ -42,7 +42,7 @@ MICRO = variant(
     num_hash_layers=1,
     num_nextn_predict_layers=0,
 )
-POISON = 39  # a token the fragile models below do not survive
+POISON = 39  # a token that makes the failing models below raise
 LENGTHS = (1, 2, 9, 60, 127, 128, 129, 200)
 
 
@@ -80,21 +80,21 @@ def check_empty(core: EngineCore) -> None:
 
 
 class Program(RuleBasedStateMachine):
-    """Submit, step, cancel in any order on a real engine with little memory. What was asked and not cancelled is
-    answered, in batch-invariant mode with the very bits of a request that had the engine to itself."""
+    """Submit, step and cancel in any order on a real engine with little memory. Every request that is not cancelled
+    completes; in batch-invariant mode its log-probabilities are bit-identical to those of a run alone."""
 
     invariant_mode = False
     requests = Bundle("requests")
     model = fused_model(MICRO, kernels="cpu")
     solo: ClassVar[
         dict[tuple[int, int, int], list]
-    ] = {}  # what each kind of request gives by itself, kept between programs
+    ] = {}  # log-probabilities of each request run alone, cached between programs
     budget = 64
 
     @initialize(slots=st.integers(1, 4), pages=st.integers(2, 5))
     def load(self, slots, pages):
         self.core = self.make(slots, pages)
-        self.asked: list[tuple[tuple[int, int, int], Request]] = []
+        self.submitted: list[tuple[tuple[int, int, int], Request]] = []
 
     def make(self, slots, pages):
         options = {"max_batch_tokens": self.budget, "batch_invariant": self.invariant_mode}
@@ -113,7 +113,7 @@ class Program(RuleBasedStateMachine):
                 self.core.submit(request)
         else:
             self.core.submit(request)
-            self.asked.append(((length, count, seed), request))
+            self.submitted.append(((length, count, seed), request))
         return request
 
     @rule(steps=st.integers(1, 12))
@@ -141,16 +141,16 @@ class Program(RuleBasedStateMachine):
         steps = 0
         while self.core.step():
             steps += 1
-            assert steps < 5000, "somebody never ends"
+            assert steps < 5000, "a request never ends"
         check_empty(self.core)
-        for kind, request in self.asked:
+        for kind, request in self.submitted:
             assert request.finish_reason in ("length", "cancelled") and request.error is None
             if request.finish_reason == "length":
                 assert len(request.output_ids) == kind[1]
                 if self.invariant_mode:
-                    assert request.logprobs == self.by_itself(kind), kind
+                    assert request.logprobs == self.expected_alone(kind), kind
 
-    def by_itself(self, kind):
+    def expected_alone(self, kind):
         if kind not in self.solo:
             length, count, seed = kind
             self.solo[kind] = run(self.make(1, 5), ask(prompt(length, seed), count))[0].logprobs
@@ -168,7 +168,7 @@ TestProgram.settings = TestInvariantProgram.settings = settings(
 )
 
 
-def test_a_request_that_can_never_run_is_refused_with_numbers(model):
+def test_a_request_that_can_never_run_is_refused_with_the_sizes(model):
     core = engine(model, num_pages=2, max_context=400)
     with pytest.raises(
         PromptError, match=r"390 tokens and max_tokens is 11: together 401, the context holds 400\. Shor"
@@ -185,15 +185,16 @@ def test_a_request_that_can_never_run_is_refused_with_numbers(model):
     )  # 256 tokens in the cache: two pages exactly
 
 
-def test_the_bytes_it_names_are_those_of_the_cache(model):
+def test_the_refusal_states_the_bytes_of_the_cache(model):
     core, each = engine(model, num_pages=3), page_bytes(MICRO, 4)
-    says = f"needs {4 * each / 1024:.2f} KiB of cache (4 pages), {3 * each / 1024:.2f} KiB can ever be free (3 pages)"
-    with pytest.raises(CapacityError, match=re.escape(says)):
+    needed, free = 4 * each / 1024, 3 * each / 1024
+    message = f"needs {needed:.2f} KiB of cache (4 pages), {free:.2f} KiB can ever be free (3 pages)"
+    with pytest.raises(CapacityError, match=re.escape(message)):
         core.submit(ask(prompt(400), 100))
 
 
-def test_a_request_that_can_run_later_waits(model):
-    """Slots and pages that are only taken for now are no reason to refuse."""
+def test_a_request_that_does_not_fit_now_is_queued(model):
+    """Slots and pages that are only in use temporarily do not cause a refusal."""
     core = engine(model, num_pages=2, max_requests=1)
     requests = run(core, *(ask(prompt(200, seed), 4) for seed in range(4)))
     assert [r.finish_reason for r in requests] == ["length"] * 4
@@ -201,8 +202,8 @@ def test_a_request_that_can_run_later_waits(model):
     assert ended == sorted(ended) and requests[3].timings.admitted >= requests[2].timings.finished
 
 
-class Fragile(Transformer):
-    """Fails in the last layer when it meets `POISON`: the caches of the earlier ones hold the step by then."""
+class Failing(Transformer):
+    """Raises after the layers when a batch contains `POISON`: the caches already contain the step by then."""
 
     def run(self, batch, state, tap):
         out = super().run(batch, state, tap)
@@ -212,41 +213,43 @@ class Fragile(Transformer):
 
 
 @pytest.fixture(params=[False, True], ids=["shared", "invariant"])
-def fragile(request):
-    made = Fragile(MICRO, Numerics(kernels=select("cpu")))
+def failing_engine(request):
+    made = Failing(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
     return engine(
         install_cpu_decode(made.eval()), max_requests=2, max_batch_tokens=64, batch_invariant=request.param
     )
 
 
-def test_a_step_that_raises_ends_its_requests_and_nobody_elses(fragile):
-    expected = run(fragile, ask(prompt(70)))[0].output_ids
-    doomed, beside, behind = ask((*prompt(70), POISON)), ask(prompt(70)), ask(prompt(70))
-    run(fragile, doomed, beside, behind)
+def test_a_step_that_raises_ends_only_its_own_requests(failing_engine):
+    expected = run(failing_engine, ask(prompt(70)))[0].output_ids
+    failing, concurrent, queued = ask((*prompt(70), POISON)), ask(prompt(70)), ask(prompt(70))
+    run(failing_engine, failing, concurrent, queued)
     assert (
-        doomed.finish_reason == "error" and str(doomed.error) == "the model broke" and not doomed.output_ids
+        failing.finish_reason == "error"
+        and str(failing.error) == "the model broke"
+        and not failing.output_ids
     )
-    last = doomed.events[-1]
-    assert last.finish_reason == "error" and last.error is doomed.error and last.token_id is None
+    last = failing.events[-1]
+    assert last.finish_reason == "error" and last.error is failing.error and last.token_id is None
     assert (
-        behind.finish_reason == "length" and behind.output_ids == expected
-    )  # it waited, and goes on as if nothing were
-    assert beside.finish_reason in ("error", "length")  # it may have shared the step
-    assert run(fragile, ask(prompt(70)))[0].output_ids == expected
+        queued.finish_reason == "length" and queued.output_ids == expected
+    )  # it was queued and is not affected
+    assert concurrent.finish_reason in ("error", "length")  # it may have been in the failing step
+    assert run(failing_engine, ask(prompt(70)))[0].output_ids == expected
 
 
-@pytest.mark.parametrize("sick", [0, 3], ids=["first half", "second half"])
-def test_a_step_in_two_halves_fails_as_one(sick):
-    """With two threads a decoding step is split; whichever half breaks, both have ended before the engine goes on."""
-    made = Fragile(MICRO, Numerics(kernels=select("cpu")))
+@pytest.mark.parametrize("failing", [0, 3], ids=["first half", "second half"])
+def test_a_split_step_fails_as_a_whole(failing):
+    """With two threads a decode step is split; if either half raises, both have ended before the engine continues."""
+    made = Failing(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
     core, threads = engine(install_cpu_decode(made.eval())), torch.get_num_threads()
     expected = run(core, ask(prompt(9), 8))[0].output_ids
     torch.set_num_threads(2)
     try:
         poisoned = {"logit_bias": {POISON: 100.0}}
-        requests = [ask(prompt(9, i), 8, **(poisoned if i == sick else {})) for i in range(4)]
+        requests = [ask(prompt(9, i), 8, **(poisoned if i == failing else {})) for i in range(4)]
         run(core, *requests)
         assert [r.finish_reason for r in requests] == ["error"] * 4
         assert [r.output_ids for r in run(core, *(ask(prompt(9), 8) for _ in range(4)))] == [expected] * 4
@@ -255,8 +258,8 @@ def test_a_step_in_two_halves_fails_as_one(sick):
         torch.set_num_threads(threads)
 
 
-def test_not_a_number_fails_alone():
-    """One request's logits are NaN; its neighbours of the same steps answer as they would have without it."""
+def test_nan_logits_fail_only_their_request():
+    """One request's logits are NaN; the outputs of the other requests in the same steps do not change."""
     for kernels in ("cpu", "reference"):
         made = fused_model(MICRO, kernels=kernels)
         with torch.no_grad():
@@ -265,22 +268,26 @@ def test_not_a_number_fails_alone():
             r.logprobs for r in run(engine(made), ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8))
         ]
         core = engine(made)
-        sick, late = ask((*prompt(60), POISON, *prompt(9)), 8), ask((1, 2, 3), 8)
+        failing, late = ask((*prompt(60), POISON, *prompt(9)), 8), ask((1, 2, 3), 8)
         healthy = [ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8)]
-        run(core, sick, *healthy)
+        run(core, failing, *healthy)
         assert (
-            sick.finish_reason == "error" and isinstance(sick.error, LogitsError) and "NaN" in str(sick.error)
+            failing.finish_reason == "error"
+            and isinstance(failing.error, LogitsError)
+            and "NaN" in str(failing.error)
         )
         assert [[p.token_id for p in r.logprobs] for r in healthy] == [
             [p.token_id for p in e] for e in expected
         ]
-        for mine, true in zip(healthy, expected):
-            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(mine.logprobs, true))
+        for request, true in zip(healthy, expected):
+            assert all(
+                a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(request.logprobs, true)
+            )
         run(core, late)
-        assert late.finish_reason == "length"  # its slot and pages are the sick one's
+        assert late.finish_reason == "length"  # it reuses the slot and pages of the failed request
 
 
-def test_everything_banned_is_an_error_of_that_request(model):
+def test_a_request_with_every_token_banned_fails_alone(model):
     core = engine(model)
     none_left = ask(prompt(5), 5, min_tokens=2, stop_token_ids=list(range(40)))
     other = ask(prompt(5), 5)
@@ -290,7 +297,7 @@ def test_everything_banned_is_an_error_of_that_request(model):
 
 
 class Interrupted(Transformer):
-    """Control-C arrives at the end of one step."""
+    """Raises KeyboardInterrupt at the end of its second step."""
 
     calls = 0
 
@@ -303,23 +310,23 @@ class Interrupted(Transformer):
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["shared", "invariant"])
-def test_an_interrupted_step_is_done_again_for_those_who_go_on(mode):
-    """The rings hold the step's own keys by then, and not the ones before it that it would need again."""
+def test_an_interrupted_step_is_recomputed_for_the_remaining_requests(mode):
+    """After the interrupt the rings contain the keys of the step, which overwrote earlier keys that a retry needs."""
     made = Interrupted(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
     core = engine(install_cpu_decode(made.eval()), max_batch_tokens=64, batch_invariant=mode)
-    mine, theirs = ask(prompt(9), 30), ask(prompt(150), 30)
-    core.submit(theirs)
-    core.submit(mine)
+    cancelled, other = ask(prompt(9), 30), ask(prompt(150), 30)
+    core.submit(other)
+    core.submit(cancelled)
     with pytest.raises(KeyboardInterrupt):
         while core.step():
             pass
-    core.cancel(mine)
+    core.cancel(cancelled)
     while core.step():
         pass
     check_empty(core)
     expected = run(core, ask(prompt(150), 30))[0]
-    assert theirs.output_ids == expected.output_ids and theirs.timings.preemptions == 1
+    assert other.output_ids == expected.output_ids and other.timings.preemptions == 1
 
 
 def test_cancelling_at_every_stage_frees_memory_at_once(model):
@@ -340,7 +347,7 @@ def test_cancelling_at_every_stage_frees_memory_at_once(model):
     core.cancel(again)
     check_empty(core)
     assert again.events[-1].finish_reason == "cancelled" and len(again.output_ids) == 10
-    core.cancel(again)  # harmless
+    core.cancel(again)  # no effect
     assert [e.finish_reason for e in again.events].count("cancelled") == 1
     done = run(core, ask(prompt(5)))[0]
     core.cancel(done)
@@ -348,7 +355,7 @@ def test_cancelling_at_every_stage_frees_memory_at_once(model):
 
 
 class Collecting(Transformer):
-    """The garbage collector runs in the middle of every step."""
+    """Runs the garbage collector in the middle of every step."""
 
     def run(self, batch, state, tap):
         gc.collect()
@@ -356,14 +363,14 @@ class Collecting(Transformer):
 
 
 def test_a_finalizer_may_run_in_the_middle_of_a_step():
-    """Whoever holds a request drops it in a cycle; the collector finds it while the lock is held, in that thread."""
+    """An owner of a request becomes garbage in a reference cycle and is collected in the thread that holds the lock."""
     made = Collecting(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
     core = engine(install_cpu_decode(made.eval()), max_requests=2)
 
     class Holder:
         def __init__(self, request):
-            self.request, self.me = request, self
+            self.request, self.cycle = request, self
 
         def __del__(self):
             core.request_cancel(self.request)
@@ -379,7 +386,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
         worker.join(60)
     finally:
         gc.enable()
-    assert not worker.is_alive(), "the step waits for its own lock"
+    assert not worker.is_alive(), "the step deadlocked on its own lock"
     assert dropped.finish_reason == "cancelled" and core.scheduler.slots.num_free == 1
     while core.step():
         pass
@@ -387,7 +394,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
     assert other.finish_reason == "length"
 
 
-def test_an_abandoned_request_is_gone_before_the_next_step(model):
+def test_a_requested_cancellation_takes_effect_before_the_next_step(model):
     core = engine(model, max_requests=1)
     first, second = ask(prompt(9), 50), ask(prompt(9), 5)
     core.submit(first)
@@ -400,12 +407,12 @@ def test_an_abandoned_request_is_gone_before_the_next_step(model):
     core.request_cancel(second)
     core.process_cancellations()
     check_empty(core)
-    core.request_cancel(second)  # harmless
+    core.request_cancel(second)  # no effect
     core.process_cancellations()
     assert [e.finish_reason for e in second.events].count("cancelled") == 1
 
 
-def test_closing_ends_everybody_and_refuses_newcomers(model):
+def test_close_cancels_all_requests_and_refuses_new_ones(model):
     core = engine(model, max_requests=1)
     requests = [ask(prompt(5), 50), ask(prompt(5), 50)]
     for request in requests:
@@ -420,7 +427,7 @@ def test_closing_ends_everybody_and_refuses_newcomers(model):
     assert core.step() is False
 
 
-def test_many_threads_may_drive_one_engine(model):
+def test_many_threads_can_step_one_engine(model):
     core, answers = engine(model, max_requests=3, num_pages=6), {}
     expected = {seed: run(engine(model), ask(prompt(20 + seed, seed), 12))[0].output_ids for seed in range(8)}
 
@@ -441,7 +448,7 @@ def test_many_threads_may_drive_one_engine(model):
     check_empty(core)
 
 
-def test_tokens_are_counted_from_the_prompt_on():
+def test_tokens_span_prompt_and_output():
     request = ask((5, 6, 7), 4)
     request.output_ids += [8, 9]
     assert request.num_tokens == 5 and request.max_cached_tokens == 6
@@ -455,8 +462,8 @@ def test_tokens_are_counted_from_the_prompt_on():
     ]
 
 
-def test_ends_by_token_length_and_both_at_once():
-    """A stop token at the last allowed place is a stop; ignored, an end token is a token like others."""
+def test_finish_reasons_of_stop_tokens_and_length():
+    """A stop token at the last allowed position ends with "stop"; with `ignore_eos` an EOS token has no effect."""
     for ids, options, reason, kept in (
         ([4, 1, 6], {}, "stop", [4, 1]),
         ([4, 6, 1], {}, "stop", [4, 6, 1]),
@@ -474,7 +481,7 @@ def test_ends_by_token_length_and_both_at_once():
         assert all(e.finish_reason is None for e in list(request.events)[:-1])
 
 
-def test_one_of_many_waiting_threads_steps_for_all(model):
+def test_one_waiting_thread_steps_for_all_of_them(model):
     """Stepping changes threads when a request ends, not after every step."""
     core = engine(model, max_requests=6, num_pages=12)
     requests = [ask(prompt(10, seed), 12) for seed in range(6)]

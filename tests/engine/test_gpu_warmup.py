@@ -28,7 +28,7 @@ def test_batches_stay_within_the_limits(context, batch, pages):
     assert min(batch, context, 128 * pages) in lengths
 
 
-def test_a_warm_engine_computes_what_a_cold_one_does():
+def test_warm_up_does_not_change_results():
     model = packed_model(SMALL)
     ids = torch.randint(1, SMALL.vocab_size, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -36,9 +36,9 @@ def test_a_warm_engine_computes_what_a_cold_one_does():
         state = State(SMALL, 4, 8, DEVICE, torch.float32)
         graphs = CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=40)
         if warm:
-            seen = []
-            assert warm_up(model, state, graphs, 24, lambda done, total: seen.append((done, total))) > 0
-            assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == len(seen) - 1
+            calls = []
+            assert warm_up(model, state, graphs, 24, lambda done, total: calls.append((done, total))) > 0
+            assert calls[0][0] == 0 and calls[-1][0] == calls[-1][1] == len(calls) - 1
             assert not state.page_table.any()
             assert sorted({rows for rows, _ in graphs._plain}) == [rows for rows in ROWS if rows <= 4]
         state.give_pages(0, [5])

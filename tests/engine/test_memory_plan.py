@@ -38,8 +38,8 @@ def flash():
     return weight_bytes(FLASH)
 
 
-def test_the_limits_are_those_of_the_byte_arithmetic(flash):
-    """Batch 1, 8 and 64 on an H200 whose misses cross a bus of 55 GB/s, from the sizes of V4-Flash alone."""
+def test_tokens_per_second_equals_the_published_limits(flash):
+    """Batch 1, 8 and 64 on an H200 with misses over a bus of 55 GB/s, computed from the sizes of V4-Flash."""
     published = {
         0.0: (384, 1036, 2243),
         0.005: (343, 800, 1648),
@@ -60,7 +60,7 @@ def test_the_experts_of_v4_flash_are_137_gib(flash):
     assert weight_bytes(preset("flash"), mtp=True).experts == 44 * 256
 
 
-def test_a_token_of_context_costs_what_the_cache_gives_out():
+def test_cache_bytes_by_kind_sum_to_page_and_slot_bytes():
     for config in (FLASH, preset("pro"), TINY):
         for item in (2, 4):
             kinds = cache_by_kind(config, item)
@@ -75,7 +75,7 @@ def test_a_token_of_context_costs_what_the_cache_gives_out():
     assert by_kind == {"swa": 0.0, "csa": 6720.0, "hca": 160.0}
 
 
-def test_a_state_takes_the_bytes_that_were_planned():
+def test_a_state_allocates_the_planned_bytes():
     tokens, kinds = 700, {0: "swa", 4: "csa", 128: "hca"}
     state = State.contiguous(TINY, 1, tokens)
     real = dict.fromkeys(kinds.values(), 0)
@@ -85,63 +85,63 @@ def test_a_state_takes_the_bytes_that_were_planned():
     assert real == context_bytes(TINY, tokens, 4)
 
 
-def test_a_long_context_by_kind_of_layer():
-    """One request of 128K tokens: most of it in CSA layers, and of what a token reads most are index keys."""
-    held, read = context_bytes(FLASH, 131_072), step_cache_bytes(FLASH, 131_072)
-    assert {kind: round(size / 2**20, 2) for kind, size in held.items()} == {
+def test_cache_bytes_of_a_long_context_by_kind_of_layer():
+    """One request of 128K tokens: CSA layers hold most of the bytes, and a step reads mostly index keys."""
+    stored, read = context_bytes(FLASH, 131_072), step_cache_bytes(FLASH, 131_072)
+    assert {kind: round(size / 2**20, 2) for kind, size in stored.items()} == {
         "swa": 0.25,
         "csa": 844.27,
         "hca": 32.5,
     }
     assert read["csa"] == 21 * 2 * (128 * 512 + 512 * 512 + 32_768 * 128)
     assert sum(read.values()) / 1e9 == pytest.approx(0.214, abs=0.001)
-    assert step_cache_bytes(FLASH, 100)["swa"] == 2 * 2 * 100 * 512, "a young window is not full"
+    assert step_cache_bytes(FLASH, 100)["swa"] == 2 * 2 * 100 * 512, "the window is not full yet"
 
 
 def bytes_of_tensors(*roots) -> int:
     """Bytes of the storages of all reachable tensors, each storage once."""
-    seen, storages, waiting = set(), {}, list(roots)
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
+    seen, storages, pending = set(), {}, list(roots)
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            storage = thing.untyped_storage()
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(thing, (list, tuple)):
-            waiting += thing
-        elif isinstance(thing, dict):
-            waiting += thing.values()
-        elif hasattr(thing, "__dict__") and type(thing).__module__.startswith(("birkhoff", "torch.nn")):
-            waiting += vars(thing).values()
+        elif isinstance(item, (list, tuple)):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif hasattr(item, "__dict__") and type(item).__module__.startswith(("birkhoff", "torch.nn")):
+            pending += vars(item).values()
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
+def test_planned_weight_bytes_cover_a_model_and_its_kernel_copies(dtype):
     config = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
     planned = weight_bytes(config, dtype)
     model = packed_model(config, dtype=dtype)
     alone = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     routed = sum(tensor.nbytes for stack in model.expert_stacks() for tensor in stack.buffers())
     dense = sum(size for kind, size in planned.dense.items() if kind != "copies for kernels")
-    assert dense == alone - routed, "to the byte"
+    assert dense == alone - routed, "exact"
     state = State.contiguous(config, 1, 128, device=DEVICE, dtype=dtype)
     decoder = Decoder(model, state, fast=False)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.packed_weight()  # as prompts read it
+            module.packed_weight()  # the layout that prefill reads
         elif isinstance(module, Mixer):
             module.kernels = select("triton")
             module.read(torch.zeros(1, config.hc_mult, config.hidden_size, dtype=dtype, device=DEVICE))
-    beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
-    tables = 3 * config.n_routed_experts * 4 * 8 + 64  # addresses of experts, and a few frequencies
-    assert 0.9 * planned.dense["copies for kernels"] < beside - tables <= planned.dense["copies for kernels"]
+    copies = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
+    tables = 3 * config.n_routed_experts * 4 * 8 + 64  # expert addresses and rotary frequencies
+    assert 0.9 * planned.dense["copies for kernels"] < copies - tables <= planned.dense["copies for kernels"]
 
 
-def test_a_device_is_filled_and_never_overfilled():
+def test_a_budget_fills_the_device_without_exceeding_it():
     needed = plan_budget(FLASH, 400 * GIB, GIB)
     assert (
         needed.hot == needed.experts and needed.spare == 0 and needed.share == 1.0 and needed.host_bytes == 0
@@ -151,14 +151,16 @@ def test_a_device_is_filled_and_never_overfilled():
         budget = plan_budget(FLASH, memory * GIB, default_cache_bytes(FLASH, memory * GIB, 8))
         used = budget.dense_bytes + budget.cache_bytes + budget.working_bytes + budget.hot_bytes
         assert used + budget.left_bytes == memory * GIB and budget.left_bytes >= 0
-        assert budget.left_bytes < 2 * budget.expert_bytes or budget.share == 1.0, "no room is wasted"
+        assert budget.left_bytes < 2 * budget.expert_bytes or budget.share == 1.0, (
+            "remaining memory is used for experts"
+        )
         assert budget.spare == spare_slots(budget.experts - budget.hot, 43)
         assert budget.host_bytes == (budget.experts - budget.hot + budget.spare) * budget.expert_bytes
         shares.append(budget.share)
     assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] == 1.0
 
 
-def test_asking_for_experts_takes_as_many_or_refuses():
+def test_a_requested_number_of_experts_is_planned_or_refused():
     half = plan_budget(FLASH, 139 * GIB, GIB, share=0.5)
     assert half.hot == 5504 and half.left_bytes > 40 * GIB
     some = plan_budget(FLASH, 139 * GIB, GIB, expert_bytes=10 * GIB)
@@ -176,7 +178,7 @@ def test_spare_slots_hold_two_layers_of_cold_experts_within_limits(cold, spare):
     assert spare_slots(cold, 43) == spare
 
 
-def test_the_default_cache_is_modest():
+def test_the_default_cache_size():
     assert default_cache_bytes(FLASH, 24 * GIB, 100) == 3 * GIB, "an eighth of the device"
     assert default_cache_bytes(FLASH, 139 * GIB, 1) == sum(context_bytes(FLASH, 32_768).values())
     assert default_cache_bytes(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), (

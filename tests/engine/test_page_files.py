@@ -68,17 +68,17 @@ def files_of(root: Path) -> list[Path]:
     return sorted(root.glob("*/*.page"))
 
 
-def test_a_later_process_goes_on_where_an_earlier_one_was(model, tmp_path):
+def test_a_later_process_reuses_the_pages_of_an_earlier_one(model, tmp_path):
     first = engine(model, tmp_path)
     run(first, ask(TEXTS[0][:400]))
     first.close()
     assert len(files_of(tmp_path)) == 3 and not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
     later, cold = engine(model, tmp_path), engine(model, prefix_bytes=0)
     (warm,), (plain,) = run(later, ask(TEXTS[0][:400])), run(cold, ask(TEXTS[0][:400]))
-    assert warm.cached_tokens == 384 and warm.logprobs == plain.logprobs, "the same bits"
+    assert warm.cached_tokens == 384 and warm.logprobs == plain.logprobs, "bit-identical"
 
 
-def test_what_memory_has_no_room_for_comes_back_from_disk(model, tmp_path):
+def test_pages_evicted_from_memory_are_read_from_disk(model, tmp_path):
     core, cold = engine(model, tmp_path, num_pages=5), engine(model, prefix_bytes=0)
     for text in (0, 1, 2, 0, 1):
         (warm,), (plain,) = run(core, ask(TEXTS[text][:400])), run(cold, ask(TEXTS[text][:400]))
@@ -88,7 +88,7 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(model, tmp_path):
 
 
 @pytest.mark.parametrize("snapshots", [2**20, 40_000])
-def test_a_page_is_never_written_without_the_state_behind_it(model, tmp_path, snapshots):
+def test_every_written_page_includes_its_state_rows(model, tmp_path, snapshots):
     core = engine(model, tmp_path, num_pages=5, prefix_bytes=snapshots)
     run(core, ask(TEXTS[0][:500]), ask(TEXTS[1][:500]))
     core.close()
@@ -99,7 +99,7 @@ def test_a_page_is_never_written_without_the_state_behind_it(model, tmp_path, sn
         assert any(name.startswith("rows ") for name in found), path
 
 
-def test_other_weights_other_numerics_and_other_cuts_share_nothing(model, tmp_path):
+def test_other_weights_numerics_or_batch_modes_do_not_share_pages(model, tmp_path):
     other = fused_model(SMALL, kernels="cpu", seed=1)
     identities = {
         model_identity(m)
@@ -109,7 +109,7 @@ def test_other_weights_other_numerics_and_other_cuts_share_nothing(model, tmp_pa
     before = model_identity(other)
     with torch.no_grad():
         other.layers[1].attn.attn_sink[0] += 1e-7 * other.layers[1].attn.attn_sink[0].abs() + 1e-12
-    assert model_identity(other) != before, "one bit of one weight"
+    assert model_identity(other) != before, "one changed weight"
     core = engine(model, tmp_path)
     run(core, ask(TEXTS[0][:300]))
     core.close()
@@ -117,8 +117,8 @@ def test_other_weights_other_numerics_and_other_cuts_share_nothing(model, tmp_pa
         assert run(another, ask(TEXTS[0][:300]))[0].cached_tokens == 0
 
 
-def test_a_foreign_file_under_our_name_is_refused(model, tmp_path):
-    """Another model's page, copied over ours: right digest, wrong model; and ours under another page's key."""
+def test_a_page_file_with_the_wrong_model_or_key_is_refused(model, tmp_path):
+    """A page of another model with a valid digest, and a page of this model stored under another page's key."""
     core = engine(model, tmp_path)
     run(core, ask(TEXTS[0][:300]))
     core.close()
@@ -147,7 +147,7 @@ def test_a_page_of_another_shape_is_refused(tmp_path):
 @given(
     where=st.integers(0, 10**6), kind=st.sampled_from(["flip", "cut", "grow", "zero"]), bit=st.integers(0, 7)
 )
-def test_any_damage_is_noticed(where, kind, bit):
+def test_any_damage_is_detected(where, kind, bit):
     data = bytearray(encode("ab" * 16, b"k" * 16, TENSORS))
     where %= len(data)
     if kind == "flip":
@@ -162,7 +162,7 @@ def test_any_damage_is_noticed(where, kind, bit):
     assert (decode(bytes(data), "ab" * 16, b"k" * 16) is None) is damaged
 
 
-def test_what_was_written_is_read_bit_for_bit_and_nonsense_with_a_right_digest_is_none():
+def test_round_trip_is_bit_identical_and_invalid_contents_with_a_valid_digest_decode_to_none():
     found = decode(encode("ab" * 16, b"k" * 16, TENSORS), "ab" * 16, b"k" * 16)
     assert found.keys() == TENSORS.keys()
     assert all(
@@ -174,7 +174,7 @@ def test_what_was_written_is_read_bit_for_bit_and_nonsense_with_a_right_digest_i
         assert decode(data + _digest(data), "ab" * 16, b"k" * 16) is None
 
 
-def test_the_disk_stays_within_its_bound_and_named_pages_go_last(tmp_path):
+def test_the_disk_limit_holds_and_named_pages_are_evicted_last(tmp_path):
     size = len(encode("00" * 16, b"k" * 16, TENSORS))
     foreign = PageFiles(tmp_path, b"f" * 16, 10 * size)
     foreign.write(b"z" * 16, TENSORS)
@@ -190,8 +190,8 @@ def test_the_disk_stays_within_its_bound_and_named_pages_go_last(tmp_path):
     assert b"large" + b"_" * 11 not in files
 
 
-def test_a_disk_that_refuses_costs_nothing_but_the_cache(model, tmp_path):
-    (tmp_path / "file").write_text("no folder")
+def test_a_failing_disk_only_disables_the_disk_cache(model, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
     core = engine(model, tmp_path / "file")
     (request,) = run(core, ask(TEXTS[0][:300], context="kept"))
     core.close()
@@ -212,7 +212,7 @@ while True:
 
 
 @pytest.mark.parametrize("after", [0.03, 0.11, 0.2][: scaled(3, 1)])
-def test_killed_while_writing_nothing_wrong_is_ever_served(tmp_path, after):
+def test_a_process_killed_while_writing_leaves_no_invalid_page(tmp_path, after):
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(tmp_path)], stdout=subprocess.PIPE)
     assert victim.stdout.readline() == b"ready\n"
     time.sleep(after)
@@ -229,13 +229,13 @@ def test_killed_while_writing_nothing_wrong_is_ever_served(tmp_path, after):
     assert files.refused == 0
 
 
-# Names
+# Named contexts
 
 
-def test_a_named_prompt_outlasts_others_in_memory_and_on_disk(model, tmp_path):
+def test_pages_of_a_named_prompt_are_kept_in_memory_and_on_disk(model, tmp_path):
     core = engine(model, tmp_path, limit=2**22, num_pages=7)
     run(core, ask(TEXTS[0][:400], context="book"))
-    assert len(files_of(tmp_path)) == 3, "written at once"
+    assert len(files_of(tmp_path)) == 3, "written immediately"
     for shift in range(6):
         run(core, ask(TEXTS[1][shift : shift + 400]))
     prefix = core.scheduler.prefix
@@ -247,7 +247,7 @@ def test_a_named_prompt_outlasts_others_in_memory_and_on_disk(model, tmp_path):
     assert run(later, ask(TEXTS[0][:400], context="book"))[0].cached_tokens == 384
 
 
-def test_a_name_belongs_to_the_prompt_it_was_used_with_last(model):
+def test_a_name_refers_to_the_last_prompt_that_used_it(model):
     core = engine(model)
     run(core, ask(TEXTS[0][:300], context="a"), ask(TEXTS[1][:300], context="b"))
     before = core.scheduler.prefix.contexts.page_keys
@@ -260,7 +260,7 @@ def test_a_name_belongs_to_the_prompt_it_was_used_with_last(model):
     )
 
 
-def test_names_are_bounded_and_a_broken_list_of_them_is_none(tmp_path):
+def test_the_number_of_names_is_limited_and_an_invalid_file_is_ignored(tmp_path):
     contexts = NamedContexts(tmp_path / "contexts.json")
     for number in range(MAX_NAMES + 3):
         contexts.bind(f"name {number}", [bytes([number])])
@@ -273,7 +273,7 @@ def test_names_are_bounded_and_a_broken_list_of_them_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", 5, "x" * 201, b"a", ["a"]], ids=repr)
-def test_a_context_has_a_name_one_can_print(name):
+def test_a_context_name_must_be_printable(name):
     with pytest.raises(OptionError, match=r"context is .* expected a name"):
         SamplingParams(context=name)
     assert SamplingParams(context="my book, part 2").context == "my book, part 2"

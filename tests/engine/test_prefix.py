@@ -76,35 +76,35 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
     return list(requests)
 
 
-# The pool
+# Page pool
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=60), st.integers(1, 6))
-def test_every_number_is_free_idle_or_held_and_only_kept_ones_are_shared(moves, size):
+def test_every_page_is_free_idle_or_allocated_and_only_kept_pages_are_shared(moves, size):
     gone: list[int] = []
-    pool, held, kept = IdPool(size, gone.append), [], set()
+    pool, allocated, kept = IdPool(size, gone.append), [], set()
     for move, which in moves:
         if move <= 1 and (taken := pool.allocate(1)):
-            assert taken[0] not in held
+            assert taken[0] not in allocated
             kept -= set(taken)
-            held += taken
-        elif move == 2 and held:
-            pool.keep(held[which % len(held)])
-            kept.add(held[which % len(held)])
+            allocated += taken
+        elif move == 2 and allocated:
+            pool.keep(allocated[which % len(allocated)])
+            kept.add(allocated[which % len(allocated)])
         elif move == 3 and (candidates := sorted(kept)):
             pool.share([candidates[which % len(candidates)]])
-            held.append(candidates[which % len(candidates)])
-        elif move == 4 and held:
-            pool.release([held.pop(which % len(held))])
+            allocated.append(candidates[which % len(candidates)])
+        elif move == 4 and allocated:
+            pool.release([allocated.pop(which % len(allocated))])
         elif move == 5 and kept:
             pool.forget(number := sorted(kept)[which % len(kept)])
             kept.discard(number)
-        assert pool.num_free == size - len(set(held)) and pool.num_idle == len(kept - set(held))
+        assert pool.num_free == size - len(set(allocated)) and pool.num_idle == len(kept - set(allocated))
     for number in gone:
         assert 0 <= number < size
 
 
-def test_the_longest_idle_goes_first_and_ends_go_before_beginnings():
+def test_eviction_takes_the_longest_idle_page_and_later_pages_first():
     gone: list[int] = []
     pool = IdPool(4, gone.append)
     chain = pool.allocate(3)
@@ -122,8 +122,8 @@ def test_the_longest_idle_goes_first_and_ends_go_before_beginnings():
 
 
 @pytest.mark.parametrize("position", [128, 129, 256, 131, 7])
-def test_a_restored_slot_goes_on_as_if_it_had_never_left(model, position):
-    """Whether the snapshot was taken from the rings or filled by a longer chunk in passing."""
+def test_a_restored_slot_continues_with_equal_results(model, position):
+    """For snapshots copied from the rings and for snapshots filled while a longer chunk is computed."""
     tokens = TEXTS[0]
     with torch.inference_mode():
         state = State.contiguous(SMALL, 3, 1024, lookback=2)
@@ -147,7 +147,7 @@ def test_a_restored_slot_goes_on_as_if_it_had_never_left(model, position):
     assert torch.equal(expected, again)
 
 
-def test_bytes_of_a_snapshot_are_what_the_config_says(model):
+def test_snapshot_bytes_equal_those_computed_from_the_config(model):
     for mtp in (False, True):
         state = State.contiguous(SMALL, 1, 256, lookback=1, mtp=mtp)
         assert state.save(0, 128).nbytes == snapshot_bytes(SMALL, 4, mtp)
@@ -165,7 +165,7 @@ def test_a_planned_cache_fits(left, pages):
 
 
 class Named:
-    """An edit of these positions whose content is a name; None cannot be named."""
+    """An edit of these positions whose digest is derived from `name`; with None it has no digest."""
 
     def __init__(self, name: str | None, positions, block="add"):
         self.name, self.positions, self.block, self.sites = name, set(positions), block, {}
@@ -184,11 +184,11 @@ def key(*edits, tokens=None, prompt=None, page=0, before=b"root"):
     return page_key(request, page, before)
 
 
-def test_a_key_is_of_tokens_of_what_came_before_and_of_edits_that_touch_the_page():
+def test_a_key_covers_the_tokens_the_previous_key_and_the_edits_of_the_page():
     plain = key()
     assert key() == plain and len(plain) == 16
     assert key(tokens=[1, *TEXTS[0][1:256]]) != plain and key(before=b"other") != plain
-    assert key(Named("a", [130])) == plain, "an edit of a later page leaves this one alone"
+    assert key(Named("a", [130])) == plain, "an edit of a later page does not change this key"
     steered = {
         key(Named("a", [5])),
         key(Named("a", [6])),
@@ -205,7 +205,7 @@ def test_t_cache_1_delta_and_full_with_equal_content_never_share():
     assert key(Named("clamps", [5], "delta")) != key(Named("clamps", [5], "full"))
 
 
-def test_decode_edits_leave_prompt_pages_alone_and_a_page_may_have_both():
+def test_decode_edits_do_not_change_prompt_pages_and_a_page_may_have_both_kinds():
     class Decode(Named):
         def offsets(self, start, token_ids, prompt_len):
             return [o for o in super().offsets(start, token_ids, prompt_len) if start + o >= prompt_len]
@@ -215,10 +215,10 @@ def test_decode_edits_leave_prompt_pages_alone_and_a_page_may_have_both():
     assert key(everywhere, prompt=100) != key(everywhere, prompt=101)
 
 
-# The store of rows
+# Row store
 
 
-def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
+def test_the_row_store_returns_complete_rows_or_none_within_its_limit():
     keys = [b"0", b"1"]
 
     def rows(first, stop, layer=0):
@@ -229,14 +229,14 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
 
     store = RowCache(4 * 300)
     store.put(keys, False, rows(0, 100))
-    store.put(keys, False, rows(100, 260))  # the last four are of a page without a key
+    store.put(keys, False, rows(100, 260))  # the last four rows belong to a page without a key
     got = store.get(keys, "mlp_out", 0, False, [3, 99, 100, 127, 128, 255])
     assert got.flatten().tolist() == [3, 99, 100, 127, 128, 255]
     assert (
         store.get(keys, "mlp_out", 0, True, [3]) is None and store.get(keys, "mlp_out", 1, False, [3]) is None
     )
     assert store.get([b"other", b"1"], "mlp_out", 0, False, [3]) is None and store.held_bytes == 260 * 4
-    store.get(keys, "mlp_out", 0, False, [3])  # used last
+    store.get(keys, "mlp_out", 0, False, [3])  # most recently used
     store.put(keys, False, rows(0, 60, layer=1))
     assert store.held_bytes == 160 * 4 and store.get(keys, "mlp_out", 0, False, [200]) is None
     assert store.get(keys, "mlp_out", 0, False, [3]) is not None
@@ -253,7 +253,7 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["batched", "invariant"])
-def test_a_known_beginning_is_not_computed_again(model, invariant):
+def test_a_cached_prefix_is_not_recomputed(model, invariant):
     core, cold = (
         engine(model, batch_invariant=invariant),
         engine(model, batch_invariant=invariant, prefix_bytes=0),
@@ -277,8 +277,8 @@ def test_a_known_beginning_is_not_computed_again(model, invariant):
             assert warm.logprobs == plain.logprobs
 
 
-def test_a_long_answer_is_known_to_its_next_turn_unless_bits_depend_on_how_it_was_computed(model):
-    for invariant, known in ((False, 274), (True, 0)):  # all but the last token, which was never computed
+def test_generated_pages_are_reused_by_the_next_turn_except_in_batch_invariant_mode(model):
+    for invariant, known in ((False, 274), (True, 0)):  # all but the last token, which is never computed
         core = engine(model, batch_invariant=invariant)
         (first,) = run(core, ask(TEXTS[0][:100], 175))
         (turn,) = run(core, ask([*TEXTS[0][:100], *first.output_ids, 9, 9], 2))
@@ -288,8 +288,8 @@ def test_a_long_answer_is_known_to_its_next_turn_unless_bits_depend_on_how_it_wa
             assert plain.output_ids == turn.output_ids
 
 
-def test_turns_go_on_in_copies_of_the_page_that_was_left(model):
-    """Two different second turns from one end, and a third turn from one of them: each computes its own words only."""
+def test_later_turns_continue_in_copies_of_the_partial_page(model):
+    """Two different second turns after one response, and a third turn: each computes only its new tokens."""
     core, cold = engine(model), engine(model, prefix_bytes=0)
     (first,) = run(core, ask(TEXTS[0][:200], 20))
     end = [*TEXTS[0][:200], *first.output_ids]
@@ -302,10 +302,10 @@ def test_turns_go_on_in_copies_of_the_page_that_was_left(model):
     (last,), (plain,) = run(core, ask(longer, 5)), run(cold, ask(longer, 5))
     assert last.cached_tokens == len(longer) - 2 and last.output_ids == plain.output_ids
     (again,) = run(core, ask(TEXTS[0][:190], 5))
-    assert again.cached_tokens == 128, "an end is of use to those who have all of it"
+    assert again.cached_tokens == 128, "a partial page is reused only by prompts that contain all of it"
 
 
-def test_an_end_is_left_by_those_who_ended_well_and_is_long_enough(model):
+def test_a_partial_page_is_cached_only_after_a_normal_finish_and_above_a_minimum_length(model):
     core = engine(model)
     short, cancelled = ask(TEXTS[0][:10], 3), ask(TEXTS[1][:90], 50)
     run(core, short)
@@ -319,7 +319,7 @@ def test_an_end_is_left_by_those_who_ended_well_and_is_long_enough(model):
     assert core.scheduler.prefix._partial_lengths == {}
 
 
-def test_requests_that_run_together_share_what_one_of_them_has_read(model):
+def test_concurrent_requests_share_computed_pages(model):
     core = engine(model, max_requests=2)
     first, second = ask(TEXTS[0][:600], 40), ask(TEXTS[0][:600], 3)
     core.submit(first)
@@ -338,8 +338,8 @@ def test_requests_that_run_together_share_what_one_of_them_has_read(model):
     assert first.output_ids[:3] == second.output_ids
 
 
-def test_what_is_preempted_goes_on_from_its_own_pages(model):
-    """Two requests that do not fit together: the younger gives way and finds most of itself again."""
+def test_a_preempted_request_reuses_its_own_pages(model):
+    """Two requests that do not fit together: the newer one is preempted and later reuses most of its pages."""
     core = engine(model, num_pages=5, max_batch_tokens=1024)
     old, young = ask(TEXTS[0][:250], 140), ask(TEXTS[1][:250], 140)
     run(core, old, young)
@@ -350,7 +350,7 @@ def test_what_is_preempted_goes_on_from_its_own_pages(model):
         assert alone.output_ids == request.output_ids
 
 
-def test_an_interrupted_step_enters_nothing(model):
+def test_an_interrupted_step_caches_nothing(model):
     core = engine(model)
     real, calls = core.runner.model.run, []
 
@@ -378,7 +378,7 @@ def test_an_interrupted_step_enters_nothing(model):
     assert request.output_ids == alone.output_ids and request.timings.preemptions == 1
 
 
-def test_clearing_forgets_everything_but_what_is_held(model):
+def test_clear_drops_everything_but_pages_in_use(model):
     core = engine(model)
     run(core, ask(TEXTS[0][:300]))
     prefix = core.scheduler.prefix
@@ -397,12 +397,12 @@ REQUESTS = st.lists(
 
 @settings(max_examples=scaled(100, 8))
 @given(REQUESTS, st.sampled_from([5, 7, 16]), st.sampled_from([2**22, 60_000, 30_000]))
-def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
-    """Batch-invariant: any requests in any order, with memory for all or hardly any of their pages."""
+def test_outputs_are_bit_identical_whatever_is_cached(model, drawn, pages, snapshots):
+    """Batch-invariant mode: any requests in any order, with many or few pages."""
     core = engine(model, batch_invariant=True, num_pages=pages, prefix_bytes=snapshots)
     cold = engine(model, batch_invariant=True, num_pages=pages, prefix_bytes=0)
     requests = [
-        [ask([*TEXTS[text][:length], *range(tail)], count) for text, length, tail, count in asked]
+        [ask([*TEXTS[text][:length], *range(tail)], count) for text, length, tail, count in drawn]
         for _ in range(2)
     ]
     for warm, plain in zip(run(core, *requests[0]), run(cold, *requests[1])):

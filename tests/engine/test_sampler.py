@@ -67,7 +67,7 @@ def counts(options, draws=DRAWS, logits=LOGITS):
 
 
 def fit(seen, probabilities):
-    """p-value of the counts under the distribution; 0 when something impossible was drawn."""
+    """p-value of the counts under the distribution; 0 when a token of probability zero was drawn."""
     possible = probabilities > 0
     if seen[~possible].sum():
         return 0.0
@@ -108,7 +108,7 @@ CASES = {
     ),
 }
 
-# The same settings got subtly wrong. Each must be told from the right one by the same check.
+# The same settings with a subtle error each. The check must distinguish every one from the correct settings.
 WRONG = {
     "plain": options(temperature=1.1),
     "cold": options(temperature=0.65),
@@ -139,14 +139,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_exact_distribution_and_no_other(case):
+def test_draws_follow_the_exact_distribution(case):
     seen = counts(CASES[case])
     assert fit(seen, exact(CASES[case])) > 1e-3, seen
     assert fit(seen, exact(WRONG[case])) < 1e-6
 
 
 def test_bias_is_added_after_the_penalties():
-    """-1 doubled to -2, plus 4, is another distribution than -1 + 4 = 3, halved."""
+    """The penalty turns -1 into -2 and the bias adds 4; in the other order -1 + 4 = 3 is halved."""
     both = options(repetition_penalty=2.0, logit_bias={7: 4.0})
     seen = counts(both)
     biased_first = [value + (4.0 if i == 7 else 0.0) for i, value in enumerate(LOGITS)]
@@ -154,8 +154,8 @@ def test_bias_is_added_after_the_penalties():
     assert fit(seen, exact(options(repetition_penalty=2.0), logits=biased_first)) < 1e-6
 
 
-def test_top_p_counts_what_top_k_left():
-    """Truncations work on what the one before left: renormalised, 0.8 of five is fewer tokens than 0.8 of all."""
+def test_top_p_applies_after_top_k():
+    """Each truncation applies to the renormalised result of the previous one, so `top_p` keeps fewer tokens."""
     both = options(top_k=3, top_p=0.6)
     assert np.count_nonzero(exact(both)) == 2 and np.count_nonzero(exact(options(top_p=0.6))) == 3
     assert fit(counts(both), exact(both)) > 1e-3
@@ -164,12 +164,12 @@ def test_top_p_counts_what_top_k_left():
 @pytest.mark.parametrize(
     ("shares", "top_p", "kept"), [(10, 0.3, 3), (10, 0.31, 4), (4, 0.5, 2), (3, 0.999999, 3), (7, 1e-9, 1)]
 )
-def test_equal_shares_do_not_make_the_nucleus_a_coin_toss(shares, top_p, kept):
+def test_top_p_breaks_ties_by_token_id(shares, top_p, kept):
     seen = counts(options(top_p=top_p), draws=3000, logits=[0.0] * shares + [-50.0] * (12 - shares))
     assert np.flatnonzero(seen).tolist() == list(range(kept))  # lower ids first on a tie
 
 
-def test_noise_is_uniform_and_steps_and_seeds_are_unrelated():
+def test_noise_is_uniform_and_independent_across_steps_and_seeds():
     width, draws = 16, scaled(80_000, 20_000)
     flat = torch.zeros(1000, width)
     rows = [SamplingState(options(), width, seed=seed) for seed in range(1000)]
@@ -205,7 +205,7 @@ KINDS = [
 
 
 @given(data=st.data())
-def test_neighbours_do_not_matter_bit_for_bit(data):
+def test_draws_are_bit_identical_in_any_batch(data):
     vocab, count = 1031, data.draw(st.integers(2, 9))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     logits = torch.randn(count, vocab, generator=generator) * 3
@@ -240,7 +240,7 @@ def test_a_seed_repeats_and_another_differs():
         return tokens
 
     assert run(5) == run(5) and len({tuple(run(seed)) for seed in range(20)}) == 20
-    assert len(set(run(5))) > 15  # and a step differs from the next
+    assert len(set(run(5))) > 15  # successive steps differ
 
 
 def test_a_step_can_be_drawn_again_and_out_of_order():
@@ -277,8 +277,8 @@ def race_by_hand(seed, step, logits):
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def test_draws_are_what_is_documented_and_never_change():
-    """A change of the recorded numbers changes what every seed of every user gives."""
+def test_draws_equal_the_documented_algorithm_and_recorded_values():
+    """Changing the recorded numbers would change the output of every seed."""
     seeds = (0, 1, 2**64 - 1, 123456789)
     rows = [SamplingState(SamplingParams(), 1000, seed=seed) for seed in seeds]
     logits = torch.arange(1000).float().remainder(7).expand(len(seeds), -1)
@@ -293,7 +293,7 @@ def test_draws_are_what_is_documented_and_never_change():
 RECORDED = [391, 468, 19, 40]
 
 
-def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
+def test_greedy_takes_the_largest_logit_and_the_lowest_id_on_a_tie():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     for kind in (
         SamplingParams(temperature=0),
@@ -323,12 +323,12 @@ def test_log_probabilities_are_the_models_own(seed, temperature, count):
     assert [value for _, value in drawn.top_logprobs] == pytest.approx(expected[best].tolist(), abs=1e-12)
 
 
-def test_alternatives_that_tie_come_in_id_order():
+def test_tied_alternatives_are_in_id_order():
     (drawn,) = sample(torch.zeros(1, 50), [SamplingState(SamplingParams(logprobs=4), 50, seed=3)])
     assert [token for token, _ in drawn.top_logprobs] == [0, 1, 2, 3]
 
 
-def test_reshaping_is_the_definition_element_for_element():
+def test_processed_logits_equal_the_definition():
     kind = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={2: 1.5}
     )
@@ -338,10 +338,10 @@ def test_reshaping_is_the_definition_element_for_element():
     x = torch.tensor([1.0, -1.0, 2.0, 3.0, -3.0, 0.0])
     expected = [1.0 / 1.7, -1.7, 2.0 / 1.7 + 0.4 - 0.3 + 1.5, 3.0, -3.0, 0.2 - 0.3]
     assert row.reshape(x).tolist() == pytest.approx(expected)
-    assert x.tolist() == [1.0, -1.0, 2.0, 3.0, -3.0, 0.0]  # the caller's logits are left alone
+    assert x.tolist() == [1.0, -1.0, 2.0, 3.0, -3.0, 0.0]  # the caller's logits are not modified
 
 
-def test_no_answer_ends_before_its_minimum():
+def test_min_tokens_bans_stop_tokens():
     kind = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[3])
     row = SamplingState(kind, 5, seed=0, eos_ids=[4])
     logits = torch.tensor([[0.0, 1.0, 2.0, 8.0, 9.0]])
@@ -355,9 +355,10 @@ def test_no_answer_ends_before_its_minimum():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("bad", "said"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "no token above minus infinity")]
+    ("bad", "message"),
+    [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "no token above minus infinity")],
 )
-def test_a_bad_row_fails_alone(kind, bad, said):
+def test_a_bad_row_fails_only_its_request(kind, bad, message):
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     rows = [make_row(kind, seed, 64, 5) for seed in range(3)]
     good = sample(logits, rows)
@@ -365,17 +366,17 @@ def test_a_bad_row_fails_alone(kind, bad, said):
     broken[1, 7 if bad > 0 or math.isnan(bad) else slice(None)] = bad
     result = sample(broken, rows)
     assert [result[0], result[2]] == [good[0], good[2]]
-    assert isinstance(result[1], LogitsError) and said in str(result[1])
+    assert isinstance(result[1], LogitsError) and message in str(result[1])
 
 
-def test_single_tokens_at_minus_infinity_are_only_impossible():
+def test_tokens_at_minus_infinity_are_never_drawn():
     logits = torch.zeros(200, 4)
     logits[:, 1:] = -math.inf
     rows = [SamplingState(KINDS[i % 2], 4, seed=i) for i in range(200)]
     assert {drawn.token for drawn in sample(logits, rows)} == {0}
 
 
-def test_extreme_temperatures_stay_numbers():
+def test_extreme_temperatures_give_finite_results():
     logits = torch.tensor([[1e4, -1e4, 9.99e3, 0.0]]).expand(100, -1)
     for temperature, expected in ((1e-12, {0}), (1e-3, {0}), (100.0, {0})):
         rows = [SamplingState(SamplingParams(temperature=temperature), 4, seed=i) for i in range(100)]
@@ -388,7 +389,7 @@ def test_ids_of_options_are_checked_against_the_model():
         SamplingState(SamplingParams(stop_token_ids=[64]), 64, seed=0)
 
 
-def test_choices_of_one_request_have_seeds_of_their_own():
+def test_choices_of_one_request_have_different_seeds():
     fixed = SamplingParams(seed=-1)
     assert seed_for(fixed) == 2**64 - 1 and len({seed_for(fixed, choice) for choice in range(64)}) == 64
     assert seed_for(fixed, 3) == seed_for(fixed, 3)
@@ -399,44 +400,44 @@ def request(kind, seed=1, prompt=(1, 2)):
     return Request(prompt_ids=prompt, params=kind, max_tokens=100, seed=seed, eos_ids=frozenset({0}))
 
 
-def test_the_sampler_follows_a_request_without_booking_anything():
+def test_sampling_does_not_change_the_request():
     kind = SamplingParams(temperature=0, frequency_penalty=2.0, logprobs=1)
-    asked, sampler = request(kind), Sampler()
+    sampled, sampler = request(kind), Sampler()
     logits = torch.tensor([0.0, 5.0, 4.0, 3.0])
     tokens = []
     for _ in range(4):
-        ((token, logprob),) = sampler.sample([(asked, logits)])
-        assert sampler.sample([(asked, logits)]) == [(token, logprob)]  # drawing again changes nothing
+        ((token, logprob),) = sampler.sample([(sampled, logits)])
+        assert sampler.sample([(sampled, logits)]) == [(token, logprob)]  # drawing again gives the same token
         assert isinstance(logprob, TokenLogprob) and logprob.token_id == token and len(logprob.top) == 1
-        asked.output_ids.append(token)
+        sampled.output_ids.append(token)
         tokens.append(token)
     assert tokens == [1, 2, 1, 3]
-    del asked.output_ids[2:]  # tokens taken back, as after a refused draft
-    assert sampler.sample([(asked, logits)])[0][0] == 1
+    del sampled.output_ids[2:]  # tokens removed, as after a rejected draft
+    assert sampler.sample([(sampled, logits)])[0][0] == 1
 
 
-def test_the_sampler_gives_each_request_its_own_answer_or_error():
+def test_each_request_gets_its_own_token_or_error():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    asked = [request(SamplingParams(), seed) for seed in range(5)]
+    requests = [request(SamplingParams(), seed) for seed in range(5)]
     sampler = Sampler()
-    alone = [sampler.sample([(one, logits)])[0] for one in asked]
+    alone = [sampler.sample([(one, logits)])[0] for one in requests]
     rows = [logits, logits, torch.full_like(logits, math.nan), logits, logits]
-    together = sampler.sample(list(zip(asked, rows)))
+    together = sampler.sample(list(zip(requests, rows)))
     assert [together[i] for i in (0, 1, 3, 4)] == [alone[i] for i in (0, 1, 3, 4)]
     assert isinstance(together[2], LogitsError) and sampler.sample([]) == []
 
 
-def test_finished_requests_are_forgotten():
+def test_state_of_finished_requests_is_dropped():
     sampler = Sampler()
-    asked = request(SamplingParams())
-    sampler.sample([(asked, torch.zeros(8))])
+    sampled = request(SamplingParams())
+    sampler.sample([(sampled, torch.zeros(8))])
     assert len(sampler._states) == 1
-    del asked
+    del sampled
     gc.collect()
     assert len(sampler._states) == 0
 
 
-def test_greedy_costs_next_to_nothing():
+def test_greedy_sampling_is_fast():
     logits, rows = torch.randn(1, 4096), [SamplingState(SamplingParams(temperature=0), 4096, seed=0)]
     best = math.inf
     for _ in range(300):
@@ -447,7 +448,7 @@ def test_greedy_costs_next_to_nothing():
 
 
 @pytest.mark.gpu
-def test_the_same_tokens_on_a_gpu():
+def test_a_gpu_draws_the_same_tokens():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     logits = torch.randn(14, 5003, generator=torch.Generator().manual_seed(4)) * 2

@@ -30,11 +30,11 @@ KEYWORDS = [
 ]
 
 
-def test_the_keywords_are_those_of_the_public_surface():
+def test_fields_equal_the_public_keywords():
     assert [field.name for field in fields(SamplingParams)] == KEYWORDS
 
 
-def test_defaults_are_the_releases():
+def test_defaults_equal_those_of_the_release():
     options = SamplingParams()
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (1.0, 1.0, 0, 0.0)
     assert not options.greedy and not options.reshapes_logits and options.max_tokens == 512
@@ -59,7 +59,7 @@ def test_defaults_are_the_releases():
         ("n", [1, 64]),
     ],
 )
-def test_what_is_allowed(name, good):
+def test_allowed_values(name, good):
     for value in good:
         SamplingParams.from_kwargs(**{name: value})
 
@@ -105,7 +105,7 @@ def test_what_is_allowed(name, good):
         ("n", [0, 65, True, 1.0]),
     ],
 )
-def test_what_is_refused_names_field_value_and_range(name, bad):
+def test_a_refusal_names_the_field_value_and_range(name, bad):
     for value in bad:
         with pytest.raises(OptionError, match=name) as caught:
             SamplingParams.from_kwargs(**{name: value})
@@ -166,7 +166,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name():
         max_size=4,
     )
 )
-def test_any_value_is_taken_or_refused(options):
+def test_any_value_is_accepted_or_raises_option_error(options):
     try:
         made = SamplingParams.from_kwargs(**options)
     except OptionError:

@@ -1,7 +1,7 @@
 """Scheduling: nothing leaks, every request finishes, the oldest goes first, none is starved.
 
-`Drive` plays the engine around a scheduler without a model: it books what was scheduled and makes tokens up, so that
-prompts can be as long as they like. Whole engines are in `test_engine.py`.
+`Drive` replaces the engine and the model: it records scheduled chunks as computed and appends fixed tokens, so prompts
+can have any length. Whole engines are tested in `test_engine.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ask(prompt: int, tokens: int = 4) -> Request:
 
 
 class Drive:
-    """A scheduler and the rules it has to keep, checked in every step."""
+    """Steps a scheduler and checks its invariants in every step."""
 
     def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
         self.scheduler = Scheduler(slots, pages, max_batch_tokens, invariant)
@@ -56,7 +56,7 @@ class Drive:
         oldest = min(scheduler.running, key=self.numbers.__getitem__, default=None)
         before = None if oldest is None else oldest.timings.preemptions
         work, alive = scheduler.schedule(), not scheduler.idle
-        assert bool(work) == alive, "a step without work although somebody waits"
+        assert bool(work) == alive, "a step without work although requests are waiting"
         self.steps += 1
         assert sum(w.stop - w.start for w in work) <= max(scheduler.max_batch_tokens, len(decoding))
         assert len({w.request for w in work}) == len(work)
@@ -68,12 +68,12 @@ class Drive:
             )
             assert (
                 pages_for(item.stop) <= len(request.pages) <= pages_for(request.num_tokens)
-            )  # enough, and none early
+            )  # enough, and none in advance
         running = {w.request for w in work}
         assert all(r in running or r in scheduler.waiting for r in decoding), (
-            "a decoding request was passed over"
+            "a decoding request was not scheduled"
         )
-        assert oldest is None or oldest.timings.preemptions == before, "the oldest was disturbed"
+        assert oldest is None or oldest.timings.preemptions == before, "the oldest request was preempted"
         for item in work:
             item.request.num_computed_tokens = item.stop
             if item.stop == item.request.num_tokens:
@@ -93,13 +93,13 @@ class Drive:
         assert len(set(pages)) == len(pages) == s.pages.size - s.pages.num_free
         assert all(r.slot is None and not r.pages and r.num_computed_tokens == 0 for r in s.waiting)
         order = [self.numbers[r] for r in [*s.running, *s.waiting]]
-        assert order == sorted(order), "a younger request stands before an older one"
+        assert order == sorted(order), "requests are not in order of arrival"
 
     def finish(self, most: int = 100_000) -> int:
         before = self.steps
         while not self.scheduler.idle:
             self.step()
-            assert self.steps - before < most, "somebody never ends"
+            assert self.steps - before < most, "a request never ends"
         assert self.scheduler.slots.num_free == self.scheduler.slots.size
         assert self.scheduler.pages.num_free == self.scheduler.pages.size
         assert all(r.done and r.slot is None and not r.pages for r in self.numbers)
@@ -108,8 +108,8 @@ class Drive:
 
 @settings(max_examples=scaled(2000, 200))
 @given(data=st.data())
-def test_random_programs_leak_nothing_and_end(data):
-    """Any sequence of submitting, cancelling, stepping and stopping, in memory so short that requests start over."""
+def test_random_programs_leak_nothing_and_terminate(data):
+    """Any sequence of submit, cancel, step and stop, with so few pages that requests are preempted."""
     draw = data.draw
     slots, pages = draw(st.integers(1, 5), label="slots"), draw(st.integers(2, 7), label="pages")
     batch = draw(st.sampled_from([slots + 1, slots + 2, 16, 100, 600]), label="max_batch_tokens")
@@ -131,7 +131,7 @@ def test_random_programs_leak_nothing_and_end(data):
 
 
 @MODES
-def test_decoding_goes_on_during_a_long_prefill(invariant):
+def test_decoding_continues_during_a_long_prefill(invariant):
     drive = Drive(4, 2000, 256, invariant)
     talker, reader = ask(5, 2000), ask(100_000, 2)
     drive.submit(talker)
@@ -146,7 +146,7 @@ def test_decoding_goes_on_during_a_long_prefill(invariant):
 
 @MODES
 @pytest.mark.parametrize("talking", [0, 1, 3])
-def test_a_short_prompt_behind_a_very_long_one_is_answered_at_once(invariant, talking):
+def test_a_short_prompt_after_a_very_long_one_is_not_delayed(invariant, talking):
     drive = Drive(8, 2000, 256, invariant)
     drive.submit(*(ask(5, 2000) for _ in range(talking)))
     drive.step()
@@ -164,7 +164,7 @@ def test_a_short_prompt_behind_a_very_long_one_is_answered_at_once(invariant, ta
 
 
 @MODES
-def test_several_long_prompts_share_and_all_get_on(invariant):
+def test_several_long_prompts_all_make_progress(invariant):
     drive = Drive(8, 4000, 40, invariant)
     drive.submit(ask(5, 10_000), *(ask(5_000) for _ in range(7)))
     readers = list(drive.numbers)[1:]
@@ -178,8 +178,8 @@ def test_several_long_prompts_share_and_all_get_on(invariant):
 
 
 @MODES
-def test_a_budget_smaller_than_the_number_of_readers_reaches_the_oldest(invariant):
-    """Shares are whole tokens: eleven readers and three tokens must not round to nothing for those in front."""
+def test_a_budget_smaller_than_the_number_of_prefills_reaches_the_oldest(invariant):
+    """Shares are whole tokens: three tokens for eleven prefilling requests must not round to zero for the oldest."""
     drive = Drive(12, 40, 13, invariant)
     drive.submit(ask(2, 500))
     drive.step()
@@ -192,10 +192,10 @@ def test_a_budget_smaller_than_the_number_of_readers_reaches_the_oldest(invarian
 
 @MODES
 @pytest.mark.parametrize("slots, batch, tokens", [(8, 9, 3), (8, 64, 3), (15, 16, 3)])
-def test_an_endless_stream_of_short_ones_does_not_starve_the_long_one(invariant, slots, batch, tokens):
+def test_a_stream_of_short_requests_does_not_starve_a_long_one(invariant, slots, batch, tokens):
     drive = Drive(slots, 60, batch, invariant)
     long = ask(200, 3)
-    drive.submit(*(ask(1, tokens + 5 * i) for i in range(slots - 1)), long)  # they end one by one
+    drive.submit(*(ask(1, tokens + 5 * i) for i in range(slots - 1)), long)  # they end at different steps
     while not long.done:
         while len(drive.scheduler.waiting) < 3:
             drive.submit(ask(1, tokens))
@@ -205,8 +205,8 @@ def test_an_endless_stream_of_short_ones_does_not_starve_the_long_one(invariant,
 
 
 @MODES
-def test_reading_goes_on_beside_neighbours_that_never_end(invariant):
-    """Fourteen decode all the time; what is left of a step is two tokens, and two tokens are read in each."""
+def test_prefill_continues_while_other_requests_decode(invariant):
+    """Fourteen requests decode in every step; the remaining two tokens of the budget go to the prefill."""
     drive = Drive(15, 400, 16, invariant)
     reader = ask(200)
     drive.submit(*(ask(1, 3000) for _ in range(14)), reader)
@@ -231,7 +231,7 @@ def test_admission_is_in_order_of_arrival(invariant):
 
 
 @MODES
-def test_the_youngest_gives_way_and_comes_back_first(invariant):
+def test_the_newest_is_preempted_and_readmitted_first(invariant):
     drive = Drive(3, 3, 600, invariant)
     oldest, middle, youngest, later = ask(127, 150), ask(100, 20), ask(100, 20), ask(1, 1)
     drive.submit(oldest, middle, youngest, later)
@@ -240,20 +240,20 @@ def test_the_youngest_gives_way_and_comes_back_first(invariant):
     assert drive.scheduler.waiting[0] is youngest and later in drive.scheduler.waiting
     assert not oldest.timings.preemptions and not middle.timings.preemptions
     drive.finish()
-    assert len(youngest.output_ids) == 20  # and its tokens were kept
+    assert len(youngest.output_ids) == 20  # tokens generated before the preemption are kept
 
 
 @pytest.mark.parametrize(
     "prompt, tokens", [(1, 1), (1, 128), (1, 129), (128, 1), (127, 2), (128, 2), (200, 57), (9, 900)]
 )
-def test_the_pages_a_request_may_come_to_need_are_enough(prompt, tokens):
+def test_the_maximum_pages_of_a_request_are_enough(prompt, tokens):
     drive = Drive(1, pages_for(prompt + tokens - 1), 64)
     drive.submit(ask(prompt, tokens))
     drive.finish()
 
 
 @given(budget=st.integers(1, 50), slots=st.integers(1, 12), invariant=st.booleans())
-def test_more_decoding_requests_than_the_budget_is_no_disaster(budget, slots, invariant):
+def test_more_decoding_requests_than_the_budget_still_finish(budget, slots, invariant):
     """`load` refuses such numbers; a scheduler built directly still runs every request."""
     drive = Drive(slots, 30, budget, invariant)
     drive.submit(*(ask(3, 5) for _ in range(slots + 2)))
@@ -261,7 +261,7 @@ def test_more_decoding_requests_than_the_budget_is_no_disaster(budget, slots, in
 
 
 @MODES
-def test_starting_over_after_an_interrupt_keeps_order_and_memory(invariant):
+def test_restarting_after_an_interrupt_keeps_order_and_frees_memory(invariant):
     drive = Drive(3, 9, 64, invariant)
     requests = [ask(100, 30), ask(20, 5), ask(30, 5), ask(10, 5)]
     drive.submit(*requests)
@@ -278,24 +278,24 @@ def test_starting_over_after_an_interrupt_keeps_order_and_memory(invariant):
 
 
 @given(steps=st.lists(st.integers(-3, 3).filter(bool), max_size=40), size=st.integers(0, 8))
-def test_a_pool_lends_each_number_once(steps, size):
-    pool, held = IdPool(size), []
+def test_a_pool_allocates_each_id_once(steps, size):
+    pool, allocated = IdPool(size), []
     for step in steps:
         if step > 0:
             taken = pool.allocate(step)
-            assert (taken is None) == (size - len(held) < step)
-            held += taken or []
-        elif held:
-            pool.release(held[step:])
-            held = held[:step]
+            assert (taken is None) == (size - len(allocated) < step)
+            allocated += taken or []
+        elif allocated:
+            pool.release(allocated[step:])
+            allocated = allocated[:step]
         assert (
-            len(set(held)) == len(held)
-            and set(held) <= set(range(size))
-            and pool.num_free == size - len(held)
+            len(set(allocated)) == len(allocated)
+            and set(allocated) <= set(range(size))
+            and pool.num_free == size - len(allocated)
         )
 
 
-def test_a_pool_catches_what_comes_back_twice():
+def test_a_pool_detects_a_double_release():
     pool = IdPool(3)
     taken = pool.allocate(2)
     pool.release(taken)
@@ -312,30 +312,30 @@ def test_a_pool_catches_what_comes_back_twice():
     ids=["tiny", "sliding", "mixed"],
 )
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_bytes_that_are_planned_are_the_bytes_that_are_held(config, slots):
+def test_planned_bytes_equal_allocated_bytes(config, slots):
     state = State(config, slots, 5)
     tensors = [t for layer in state.layers for t in (*layer.pages.values(), layer.keys.rows)]
     tensors += [ring.rows for layer in state.layers for ring in layer.raw.values()]
-    held = sum(t.numel() * t.itemsize for t in tensors)
-    assert held == 5 * page_bytes(config, 4) + slots * slot_bytes(config, 4)
+    nbytes = sum(t.numel() * t.itemsize for t in tensors)
+    assert nbytes == 5 * page_bytes(config, 4) + slots * slot_bytes(config, 4)
 
 
 @given(
     requests=st.integers(1, 9), extra=st.integers(0, 40), context=st.one_of(st.none(), st.integers(1, 1024))
 )
-def test_a_plan_fits_its_bytes_and_leaves_no_page_out(requests, extra, context):
+def test_a_cache_plan_uses_all_of_its_bytes(requests, extra, context):
     fixed, each = requests * slot_bytes(TINY, 4), page_bytes(TINY, 4)
     given_bytes = fixed + each * (requests + extra) + each // 2
     pages, longest = plan_pages(TINY, 4, given_bytes, requests, context)
     assert fixed + pages * each <= given_bytes and 1 <= longest <= TINY.max_position_embeddings
-    if context is None:  # as long as the model allows and the memory holds for everybody
+    if context is None:  # the model's limit, or what the memory allows for all requests
         assert pages == requests * pages_for(longest)
         assert longest == 1024 or requests * (pages_for(longest) + 1) * each + fixed > given_bytes
     else:
         assert longest == context and pages == min(requests + extra, requests * pages_for(context))
 
 
-def test_a_plan_that_cannot_hold_its_requests_says_what_it_needs():
+def test_a_cache_plan_that_is_too_small_states_the_needed_bytes():
     least = 4 * slot_bytes(TINY, 4) + 4 * page_bytes(TINY, 4)
     plan_pages(TINY, 4, least, 4, None)
     with pytest.raises(
@@ -348,6 +348,6 @@ def test_a_plan_that_cannot_hold_its_requests_says_what_it_needs():
         plan_pages(sliding, 4, slot_bytes(sliding, 4) - 1, 1, None)
 
 
-def test_pages_count_whole():
+def test_pages_are_rounded_up():
     assert [pages_for(n) for n in (0, 1, 127, 128, 129, 256, 257)] == [0, 1, 1, 1, 2, 2, 3]
     assert all(pages_for(n) * 128 >= n for n in itertools.chain(range(400)))

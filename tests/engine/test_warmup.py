@@ -14,7 +14,7 @@ from birkhoff.kernels import jit
 
 pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
 
-# In a process of its own: the other tests of this one call the kernels in ways that no model does.
+# Runs in a separate process: other tests of this process call the kernels with argument types that no model uses.
 SCRIPT = """
 import json, pkgutil, importlib, sys
 import birkhoff.kernels as kernels
@@ -41,7 +41,7 @@ print(json.dumps([before, known()]))
 """
 
 
-def test_a_real_model_compiles_nothing_more(tmp_path):
+def test_a_model_compiles_nothing_after_the_warm_up(tmp_path):
     root = Path(__file__).parents[2]
     settings = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

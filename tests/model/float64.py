@@ -1,11 +1,11 @@
-"""The whole of V4 in NumPy float64, strictly one token at a time, written from the specification and nothing else.
+"""V4 in NumPy float64, one token at a time, written from the specification only.
 
-It shares no line with the package: weights come as a mapping from released names to arrays, sizes as the released
-`config.json`. Windows, carries and compressed entries are plain lists. It is slow and meant to be read beside the
-spec, whose section numbers it carries.
+It shares no code with the package: weights are a mapping from released names to arrays, sizes the released
+`config.json`. Windows, carries and compressed entries are plain lists. It is slow and meant to be read together with
+the specification, whose section numbers are in the comments.
 
-`cast` is applied wherever the release keeps a value in bfloat16 (`exact` leaves float64 alone), and `released` adds
-the rounding of 11.3. `watch(name, layer, value) -> value | None` sees every named stage and may replace it.
+`cast` is applied wherever the release keeps a value in bfloat16 (`exact` keeps float64), and `released` adds the
+rounding of 11.3. `watch(name, layer, value) -> value | None` is called at every named stage and may replace the value.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def e2m1(x: Array) -> Array:
     """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with its sign, ties to the even code."""
     table = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     distance = np.abs(np.abs(x)[..., None] - table)
-    # Odd codes lose a draw: they are moved away by less than any distance that matters.
+    # Ties go to even codes: odd codes get a distance that is larger by a negligible amount.
     code = np.argmin(distance + 1e-12 * (np.arange(8) % 2), axis=-1)
     return np.copysign(table[code], x)
 
@@ -116,7 +116,7 @@ def frequencies(config: Mapping[str, Any], compressed: bool) -> Array:
 
 
 def rope(x: Array, position: int, omega: Array, inverse: bool = False) -> Array:
-    """Turn the last channels of x, pair by adjacent pair."""
+    """Rotate the last channels of x in adjacent pairs."""
     angle = position * omega * (-1 if inverse else 1)
     out = x.copy()
     turning = x[..., -2 * len(omega) :]
@@ -127,7 +127,7 @@ def rope(x: Array, position: int, omega: Array, inverse: bool = False) -> Array:
 
 
 def sinkhorn(logits: Array, iters: int, eps: float) -> Array:
-    """3.2, with rows j the source and columns k the destination."""
+    """Section 3.2; rows j are sources and columns k destinations."""
     mix = np.exp(logits - logits.max(axis=1, keepdims=True))
     mix = mix / mix.sum(axis=1, keepdims=True) + eps
     mix = mix / (mix.sum(axis=0, keepdims=True) + eps)
@@ -146,7 +146,7 @@ def best(scores: Array, count: int) -> list[int]:
 
 
 class Compressor:
-    """6.4: gathers the rows of a layer and turns each finished block into an entry."""
+    """Section 6.4: collects the rows of a layer and compresses each complete block into an entry."""
 
     def __init__(self, model: Float64, prefix: str, ratio: int, seal: Callable[[Array], Array]):
         self.model, self.prefix, self.ratio, self.seal = model, prefix, ratio, seal
@@ -212,9 +212,9 @@ class Attention:
         heads = self.model.linear(f"{self.prefix}.wq_b", latent).reshape(
             self.model.config["num_attention_heads"], -1
         )
-        return self.turned_queries(heads, position)
+        return self.rotated_queries(heads, position)
 
-    def turned_queries(self, heads: Array, position: int) -> Array:
+    def rotated_queries(self, heads: Array, position: int) -> Array:
         cast = self.model.cast
         return cast(rope(cast(rms_norm(heads, 1.0, self.model.eps)), position, self.omega))
 
@@ -228,13 +228,13 @@ class Attention:
 
     def index_queries(self, latent: Array, position: int) -> Array:
         projected = self.model.linear(f"{self.prefix}.indexer.wq_b", latent)
-        return self.turned_index_queries(projected.reshape(self.model.config["index_n_heads"], -1), position)
+        return self.rotated_index_queries(projected.reshape(self.model.config["index_n_heads"], -1), position)
 
-    def turned_index_queries(self, heads: Array, position: int) -> Array:
+    def rotated_index_queries(self, heads: Array, position: int) -> Array:
         return self.model.round_index(self.model.cast(rope(heads, position, self.omega)))
 
     def index_scores(self, x: Array, queries: Array, keys: list[Array]) -> Array:
-        """6.5: signed weights of rectified products."""
+        """Section 6.5: rectified products with signed weights."""
         head_weights = self.model.cast(self.model.weights[f"{self.prefix}.indexer.weights_proj.weight"] @ x)
         head_weights = head_weights / math.sqrt(queries.shape[0] * queries.shape[1])
         return np.array([(head_weights * np.maximum(queries @ key, 0.0)).sum() for key in keys])
@@ -243,7 +243,7 @@ class Attention:
         return sorted(best(self.index_scores(x, queries, keys), self.model.config["index_topk"]))
 
     def attend(self, queries: Array, attended: list[Array]) -> Array:
-        """6.2: softmax with one more logit, which has no value."""
+        """Section 6.2: softmax with one additional logit (the sink), which has no value vector."""
         keys, cast = np.stack(attended), self.model.cast
         logits = queries @ keys.T / math.sqrt(keys.shape[1])
         top = logits.max(axis=1, keepdims=True)
@@ -252,7 +252,7 @@ class Attention:
         return cast(cast(weight) @ keys / total[:, None])
 
     def gather(self, mixed: Array, position: int) -> Array:
-        """6.3 up to what enters wo_b: turn back, then one matrix per group of heads."""
+        """Section 6.3 up to the input of wo_b: inverse rotation, then one matrix per group of heads."""
         groups, cast = self.model.config["o_groups"], self.model.cast
         turned = cast(rope(mixed, position, self.omega, inverse=True)).reshape(groups, -1)
         first = self.model.weights[f"{self.prefix}.wo_a.weight"].reshape(groups, -1, turned.shape[1])
@@ -260,7 +260,7 @@ class Attention:
 
 
 class Float64:
-    """A model and one sequence of it: `step` feeds the next token, `draft` runs the MTP block."""
+    """A model with one sequence: `step` processes the next token, `draft` runs the MTP block."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Float64:
         return self.logits(self.norm("norm", merged))
 
     def draft(self, streams: Array, token: int, position: int) -> tuple[Array, Array]:
-        """Section 9: streams at `position` and the token after it -> logits two ahead, streams to go on from."""
+        """Section 9: streams at `position` and the next token -> logits two positions ahead, and the output streams."""
         embedded = self.linear("mtp.0.e_proj", self.norm("mtp.0.enorm", self.weights["embed.weight"][token]))
         projected = [self.linear("mtp.0.h_proj", self.norm("mtp.0.hnorm", stream)) for stream in streams]
         mixed = self.cast(np.stack([embedded + stream for stream in projected]))
@@ -346,7 +346,7 @@ class Float64:
     # 4: linear layers
 
     def linear(self, name: str, x: Array) -> Array:
-        """A layer the release stores in FP8 or FP4: its input is rounded."""
+        """A layer that the release stores in FP8 or FP4, with its input rounded."""
         return self.cast(self.weights[f"{name}.weight"] @ (fp8(x, 128) if self.released else x))
 
     def norm(self, name: str, x: Array) -> Array:

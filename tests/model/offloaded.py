@@ -29,8 +29,8 @@ def offloaded_model(
     model.use_expert_store(store)
     model = model.to_empty(device=DEVICE).eval()
     with torch.no_grad():
-        for mine, theirs in zip(model.destinations(), source.destinations(), strict=True):
-            assert mine.name == theirs.name
-            mine.tensor.copy_(theirs.tensor)
+        for target, original in zip(model.destinations(), source.destinations(), strict=True):
+            assert target.name == original.name
+            target.tensor.copy_(original.tensor)
     store.copy_stream.wait_current_stream()
     return model, store

@@ -133,7 +133,7 @@ def test_the_cases_cover_every_mechanism():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_indexer_leaves_entries_out(name):
+def test_the_indexer_selects_a_subset_of_the_entries(name):
     config, length = CASES[name]
     ours = random_model(config, seed=1)
     tokens = random_tokens(config, length, 1)
@@ -169,7 +169,7 @@ def test_the_clamps_clip_gates_from_above_and_values_from_both_sides(name):
         assert (loose(tokens) - logits).abs().max() > 0.1
 
 
-def test_yarn_slows_some_waves_in_part_and_the_logits_notice():
+def test_yarn_scales_some_frequencies_partly_and_changes_the_logits():
     config, length = CASES["flash pattern, 645 tokens, a YaRN ramp"]
     plain, slowed = Rope(replace(config, rope_scaling=None)).compressed, Rope(config).compressed
     share = ((plain - slowed) / (plain - plain / 16.0)).tolist()

@@ -22,7 +22,7 @@ def steps(draw) -> list[SequenceChunk]:
 
 
 @given(pieces=steps())
-def test_every_token_has_one_row_where_its_piece_says(pieces):
+def test_every_token_has_one_row_at_the_index_of_its_chunk(pieces):
     batch = Batch.of(pieces)
     assert batch.num_tokens == sum(len(p.token_ids) for p in pieces) == len(batch.positions)
     assert sorted(p.slot for p in batch.chunks) == sorted(p.slot for p in pieces)

@@ -86,7 +86,7 @@ def streams():
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])  # sliding and hash-routed, CSA and HCA and score-routed
-def test_without_a_tap_a_layer_is_the_layer_without_taps(layer, tiny, streams):
+def test_with_no_tap_a_layer_traces_to_the_layer_without_taps(layer, tiny, streams):
     bare, changed = without_taps(tiny.layers[layer])
     assert changed >= 3  # the layer, its experts, their router
     off = operators(tiny.layers[layer], NoTap(), tiny.rope, streams)
@@ -94,7 +94,7 @@ def test_without_a_tap_a_layer_is_the_layer_without_taps(layer, tiny, streams):
     assert off == operators(bare, None, tiny.rope, streams)
 
 
-def test_a_tap_that_edits_does_show_in_the_trace(tiny, streams):
+def test_a_tap_that_edits_changes_the_trace(tiny, streams):
     """Shows that the equality above can fail."""
     tap = EagerTap(edit=lambda site, layer, x: x + 1.0)
     tapped = operators(tiny.layers[0], tap, tiny.rope, streams)

@@ -79,8 +79,8 @@ def gradients(model, tokens, weighing):
     loss_of(model, tokens, weighing).backward()
     shadow = Transformer(CONFIG)
     with torch.no_grad():
-        for mine, theirs in zip(shadow.parameters(), model.parameters()):
-            mine.copy_(torch.zeros_like(theirs) if theirs.grad is None else theirs.grad)
+        for target, source in zip(shadow.parameters(), model.parameters()):
+            target.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
     return {name: array(tensor) for name, tensor in weights_of(shadow).items() if tensor.is_floating_point()}
 
 
@@ -114,17 +114,17 @@ def members(weights, suffixes):
     return [name for name in weights if name.endswith(suffixes) and "indexer" not in name]
 
 
-def test_the_classes_are_everything_that_learns(weights):
+def test_the_classes_cover_every_trained_parameter(weights):
     named = [name for suffixes in CLASSES.values() for name in members(weights, suffixes)]
     left = {name for name in weights if name not in named}
     assert len(named) == len(set(named))
     assert all("indexer" in name or name.endswith(("tid2eid", "gate.bias")) for name in left)
 
 
-def test_both_models_are_at_the_same_point(model, weights, tokens, weighing):
+def test_both_models_have_the_same_loss(model, weights, tokens, weighing):
     with torch.no_grad():
-        mine = float(loss_of(model, tokens, weighing))
-    assert abs(mine - true_loss(weights, tokens, array(weighing))) < 1e-5 * LENGTH
+        actual = float(loss_of(model, tokens, weighing))
+    assert abs(actual - true_loss(weights, tokens, array(weighing))) < 1e-5 * LENGTH
 
 
 @pytest.mark.parametrize("group", CLASSES)
@@ -137,12 +137,12 @@ def test_parameters(group, gradients, weights, tokens, weighing):
         return true_loss(weights | {n: weights[n] + step * along[n] for n in names}, tokens, array(weighing))
 
     true = (at(STEP) - at(-STEP)) / (2 * STEP)
-    mine = sum(float((gradients[name] * along[name]).sum()) for name in names)
+    actual = sum(float((gradients[name] * along[name]).sum()) for name in names)
     # A derivative can be close to zero by chance; its error is relative to a typical one.
     size = np.sqrt(sum(float(((gradients[name] * along[name]) ** 2).sum()) for name in names))
-    print(f"{group}: {mine:.6f} against {true:.6f}, off by {abs(mine - true) / size:.1e} of its size")
+    print(f"{group}: {actual:.6f} against {true:.6f}, off by {abs(actual - true) / size:.1e} of its size")
     assert size > 1e-4
-    assert abs(mine - true) < TOLERANCE * size
+    assert abs(actual - true) < TOLERANCE * size
 
 
 SITES = [
@@ -166,14 +166,14 @@ def test_a_vector_added_at_a_site(site, at, model, weights, tokens, weighing):
         return true_loss(weights, tokens, array(weighing), watch)
 
     true = (moved(STEP) - moved(-STEP)) / (2 * STEP)
-    mine, size = float((array(gradient) * along).sum()), float(np.linalg.norm(array(gradient) * along))
+    actual, size = float((array(gradient) * along).sum()), float(np.linalg.norm(array(gradient) * along))
     print(
-        f"{site.name}[{at}]: {mine:.6f} against {true:.6f}, off by {abs(mine - true) / size:.1e} of its size"
+        f"{site.name}[{at}]: {actual:.6f} against {true:.6f}, off by {abs(actual - true) / size:.1e} of its size"
     )
-    assert size > 1e-3 and abs(mine - true) < TOLERANCE * size
+    assert size > 1e-3 and abs(actual - true) < TOLERANCE * size
 
 
-def test_the_indexer_gets_no_gradient_because_it_only_chooses(model, gradients):
+def test_the_indexer_has_no_gradient(model, gradients):
     """Its scores select entries and are not used in attention, so they have no gradient; training the indexer takes a
     separate loss. The routing bias likewise only selects, and is not a trained parameter."""
     indexer = [(name, p) for name, p in model.named_parameters() if ".indexer." in name]
@@ -186,7 +186,7 @@ def test_the_indexer_gets_no_gradient_because_it_only_chooses(model, gradients):
     assert not others
 
 
-def test_a_token_that_never_occurs_gets_none(gradients, tokens):
+def test_the_embedding_of_an_unused_token_has_no_gradient(gradients, tokens):
     absent = sorted(set(range(CONFIG.vocab_size)) - set(tokens.tolist()))
     present = sorted(set(tokens.tolist()))
     assert absent and not gradients["embed.weight"][absent].any()

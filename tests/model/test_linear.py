@@ -42,13 +42,13 @@ def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("released", [False, True], ids=["plain", "released"])
-def test_a_packed_model_is_the_unpacked_one(released, dtype):
+def test_a_packed_model_equals_the_unpacked_one(released, dtype):
     packed, dense = packed_and_unpacked(released, dtype)
     assert (
         sum(d.kind == "codes" for d in packed.destinations()) == 7 * 8 + 2 + 2 + 7 * 3 * TINY.n_routed_experts
     )
-    for mine, theirs in zip(packed.modules(), dense.modules(), strict=True):
-        assert not isinstance(mine, Linear) or torch.equal(mine.dense(), theirs.dense())
+    for actual, expected in zip(packed.modules(), dense.modules(), strict=True):
+        assert not isinstance(actual, Linear) or torch.equal(actual.dense(), expected.dense())
     # The unpacked matrices are equal to the bit; only their layout, and so the order of a sum, may differ.
     near = 1e-4 if not released and dtype is torch.float32 else 0.05
     tokens = random_tokens(TINY, LENGTH, 8)
@@ -58,12 +58,14 @@ def test_a_packed_model_is_the_unpacked_one(released, dtype):
         states = [State.contiguous(TINY, 1, LENGTH, dtype=dtype, mtp=True) for _ in range(2)]
         for at, stop in ((0, 100), (100, 101), (101, 102)):
             batch = Batch.of([SequenceChunk(0, at, tokens[at:stop])])
-            (mine, streams), (theirs, _) = (m.run(batch, s, NoTap()) for m, s in zip((packed, dense), states))
+            (actual, streams), (expected, _) = (
+                m.run(batch, s, NoTap()) for m, s in zip((packed, dense), states)
+            )
             drafts = [m.draft(streams, batch, s)[0] for m, s in zip((packed, dense), states)]
-            assert (mine - theirs).abs().max() < near and (drafts[0] - drafts[1]).abs().max() < near
+            assert (actual - expected).abs().max() < near and (drafts[0] - drafts[1]).abs().max() < near
 
 
-def test_packed_shapes_are_the_files_and_ragged_edges_count():
+def test_packed_shapes_equal_the_file_shapes_with_partial_blocks():
     layer = Linear(200, 130, "fp8", Numerics(), packed=True)
     shapes = {d.name: tuple(d.tensor.shape) for d in layer.destinations("w")}
     assert shapes == {"w.weight": (130, 200), "w.scale": (2, 2)}
@@ -83,7 +85,7 @@ def test_stacked_matrices_keep_their_names_and_order():
 @pytest.mark.parametrize(
     ("role", "inside"), [("fp8", torch.bfloat16), ("bf16", torch.bfloat16), ("f32", torch.float32)]
 )
-def test_the_role_decides_the_dtype_of_the_product(role, inside):
+def test_the_role_selects_the_dtype_of_the_product(role, inside):
     layer = Linear(8, 4, role, Numerics(torch.bfloat16))
     torch.nn.init.ones_(layer.weight)
     assert layer.weight.dtype == layer(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == inside

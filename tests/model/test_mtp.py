@@ -84,7 +84,7 @@ def test_step_by_step_with_its_own_window(tiny, tokens, trunk, true, sizes):
     assert all(not layer.keys.rows.any() for layer in state.layers)
 
 
-def test_two_sequences_side_by_side_in_one_step(tiny, tokens, trunk, true):
+def test_two_sequences_in_one_step(tiny, tokens, trunk, true):
     state = State.contiguous(TINY, 2, LENGTH, mtp=True)
     other = tokens.flip(0)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_two_sequences_side_by_side_in_one_step(tiny, tokens, trunk, true):
             assert np.abs(array(tiny.logits(hidden))[0] - true[0][t]).max() <= TOLERANCE
 
 
-def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
+def test_repeated_drafting_uses_the_streams_of_the_block(tiny, tokens, trunk):
     """Step 3 of the drafting loop: output streams and the drafted token are the next input, at the next position."""
     start, ahead = 40, 4
     state, model = State.contiguous(TINY, 1, LENGTH + ahead, mtp=True), reference(tiny)
@@ -119,7 +119,7 @@ def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
         assert np.abs(array(streams)[0] - after).max() <= TOLERANCE
 
 
-def test_released_numerics_round_what_enters_the_projections(tokens):
+def test_released_numerics_round_the_inputs_of_the_projections(tokens):
     """A single token attends to itself, so the block is a chain that float64 with rounding can follow."""
     model = random_model(seed=9, released=True)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_released_numerics_round_what_enters_the_projections(tokens):
     assert np.abs(logits - rounded).max() <= TOLERANCE < 0.05 < np.abs(logits - plain).max()
 
 
-def test_an_edit_of_the_final_streams_reaches_the_draft(tiny, tokens):
+def test_an_edit_of_the_final_streams_changes_the_draft(tiny, tokens):
     """A steered model and its drafts agree (H10)."""
     tap = EagerTap(edit=lambda site, layer, x: x + 0.3 if site is sites.MHC_STREAMS_FINAL else None)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_an_edit_of_the_final_streams_reaches_the_draft(tiny, tokens):
         assert torch.equal(edited, plain + 0.3)
 
 
-def test_a_model_may_be_built_without_its_block(tokens):
+def test_a_model_can_be_built_without_the_mtp_block(tokens):
     model = Transformer(TINY, mtp=False)
     assert model.mtp is None and not any(d.name.startswith("mtp.") for d in model.destinations())
     with pytest.raises(AssertionError, match="without its MTP block"):

@@ -27,30 +27,30 @@ def run(request):
     return record(TINY if config == "tiny" else WIDE, getattr(torch, dtype))
 
 
-def check(run: Run, label: str, mine, true, step=0.0) -> None:
+def check(run: Run, label: str, actual, true, step=0.0) -> None:
     """Within 1e-5 of the row's magnitude, except for a small share of values that were rounded the other way: they may
     differ by one `step` of the stage's format, or by one step of bfloat16 in a bfloat16 model."""
-    mine, true = np.asarray(mine), np.asarray(true)
-    assert mine.shape == true.shape and mine.size, (label, mine.shape, true.shape)
+    actual, true = np.asarray(actual), np.asarray(true)
+    assert actual.shape == true.shape and actual.size, (label, actual.shape, true.shape)
     size = np.abs(true).max(axis=-1, keepdims=True) + 1e-9
-    gap, near = np.abs(mine - true), 1e-5 * size
+    gap, near = np.abs(actual - true), 1e-5 * size
     far = gap > near
-    if not run.single:  # an earlier rounding inside the stage may differ, too
-        step = np.maximum(step, 2.0**-7 * np.maximum(np.abs(mine), np.abs(true)) + 2.0**-8 * size)
+    if not run.single:  # an earlier rounding inside the stage may differ as well
+        step = np.maximum(step, 2.0**-7 * np.maximum(np.abs(actual), np.abs(true)) + 2.0**-8 * size)
     print(f"{label}: {far.sum()} of {far.size} values a step away")
     assert (gap <= near + step).all(), (label, float((gap - near - step).max()))
     assert far.mean() <= FLIPS[run.single], (label, far.mean())
 
 
-def fp8_step(mine: np.ndarray, true: np.ndarray) -> np.ndarray:
+def fp8_step(actual: np.ndarray, true: np.ndarray) -> np.ndarray:
     """The distance to the next E4M3 value, never less than the smallest of its group."""
-    size = np.maximum(np.abs(mine), np.abs(true))
+    size = np.maximum(np.abs(actual), np.abs(true))
     return np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 4), np.abs(true).max() * 2.0**-16)
 
 
-def fp4_step(mine: np.ndarray, true: np.ndarray) -> np.ndarray:
+def fp4_step(actual: np.ndarray, true: np.ndarray) -> np.ndarray:
     """The distance to the next E2M1 value: a half, or a quarter of the power of two above."""
-    size = np.maximum(np.abs(mine), np.abs(true))
+    size = np.maximum(np.abs(actual), np.abs(true))
     return np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 2), np.abs(true).max(-1, keepdims=True) / 6)
 
 
@@ -60,7 +60,7 @@ FLIPS = {True: 1e-3, False: 1e-2}
 
 # The table of section 4: released tensors whose input is rounded to FP8, and others. wo_a has its own test.
 ROUNDS = (".wq_a.", ".wq_b.", ".attn.wkv.", ".wo_b.", ".shared_experts.w")
-ROUNDS_NOT = (".compressor.wkv.", ".compressor.wgate.", ".weights_proj.", ".gate.", "head.")
+NOT_ROUNDED = (".compressor.wkv.", ".compressor.wgate.", ".weights_proj.", ".gate.", "head.")
 
 
 def products(run: Run):
@@ -76,23 +76,23 @@ def products(run: Run):
                 yield name, run.reference.weights[name], x, out[:, start:stop]
 
 
-def test_linear_layers_round_what_enters_them_exactly_where_the_release_does(run):
+def test_linear_layers_round_their_inputs_exactly_where_the_release_does(run):
     seen = {True: 0, False: 0}
     for name, weight, x, out in products(run):
         rounded = any(part in name for part in ROUNDS)
-        assert rounded != any(part in name for part in ROUNDS_NOT), name
+        assert rounded != any(part in name for part in NOT_ROUNDED), name
         seen[rounded] += 1
         cast = run.reference.cast if rounded or ".weights_proj." in name else exact
         with_rounding, without = cast(fp8(x, 128) @ weight.T), cast(x @ weight.T)
         check(run, name, out, with_rounding if rounded else without)
         wrong = without if rounded else with_rounding
-        assert np.abs(out - wrong).max() > 1e-3  # the opposite reading of the table would differ
+        assert np.abs(out - wrong).max() > 1e-3  # the opposite rule gives another result
     layers, csa = len(run.config.compress_ratios), run.config.compress_ratios.count(4)
     compressors = csa + sum(ratio > 0 for ratio in run.config.compress_ratios)
     assert seen == {True: 7 * layers + csa, False: 2 * compressors + csa + layers + 1}
 
 
-def test_the_rounding_itself_is_exact_on_what_the_model_feeds_it(run):
+def test_rounding_is_exact_on_inputs_of_the_model(run):
     """Scales and values of 11.3, bit for bit: linear inputs, keys and index vectors.
 
     E4M3 is a floating-point format, so group boundaries matter only when channels differ by many powers of two: every
@@ -110,9 +110,9 @@ def test_the_rounding_itself_is_exact_on_what_the_model_feeds_it(run):
         x = taken(run.modules["layers.1.attn"][0], run.config.hidden_size)
         assert np.array_equal(array(numerics.round_input(x)), fp8(array(x), 128))
         key = taken(run.modules["layers.1.attn.kv_norm"][1], run.config.head_dim)
-        mine = array(numerics.round_key(key, rope_dim))
-        assert np.array_equal(mine[:, :-rope_dim], fp8(array(key)[:, :-rope_dim], 64))
-        assert np.array_equal(mine[:, -rope_dim:], array(key)[:, -rope_dim:])
+        actual = array(numerics.round_key(key, rope_dim))
+        assert np.array_equal(actual[:, :-rope_dim], fp8(array(key)[:, :-rope_dim], 64))
+        assert np.array_equal(actual[:, -rope_dim:], array(key)[:, -rope_dim:])
         heads = taken(run.modules[f"layers.{csa}.attn.indexer.wq_b"][1], run.config.index_head_dim)
         turned = run.reference.cast(hadamard(array(heads)))
         share = np.mean(array(numerics.round_index(heads)) != fp4(turned))
@@ -123,14 +123,16 @@ def test_window_keys(run):
     for i in range(len(run.config.compress_ratios)):
         attention, projected = run.attention(i), run.modules[f"layers.{i}.attn.wkv"][1]
         true = np.stack([attention.sealed_key(row, t) for t, row in enumerate(projected)])
-        mine = run.keys(i)
-        check(run, f"keys of layer {i}", mine, true, fp8_step(mine, true))
+        actual = run.keys(i)
+        check(run, f"keys of layer {i}", actual, true, fp8_step(actual, true))
         still = -run.config.qk_rope_head_dim
-        check(run, f"rotary channels of layer {i}", mine[:, still:], true[:, still:])  # these are not rounded
+        check(
+            run, f"rotary channels of layer {i}", actual[:, still:], true[:, still:]
+        )  # these are not rounded
         assert np.array_equal(
-            mine[:, :still], fp8(mine[:, :still], 64)
+            actual[:, :still], fp8(actual[:, :still], 64)
         )  # the others are values of the format
-        assert not np.array_equal(mine[:, still:], fp8(mine[:, still:], 64))
+        assert not np.array_equal(actual[:, still:], fp8(actual[:, still:], 64))
 
 
 def compress(run: Run, layer: int, prefix: str, seal) -> np.ndarray:
@@ -144,19 +146,19 @@ def compress(run: Run, layer: int, prefix: str, seal) -> np.ndarray:
 def test_compressed_entries(run):
     for i, ratio in enumerate(run.config.compress_ratios):
         if ratio:
-            mine = run.stored(i, ENTRY)
+            actual = run.stored(i, ENTRY)
             true = compress(run, i, f"layers.{i}.attn.compressor", run.reference.round_key)
-            check(run, f"entries of layer {i}", mine, true, fp8_step(mine, true))
+            check(run, f"entries of layer {i}", actual, true, fp8_step(actual, true))
 
 
 def test_index_keys_and_queries(run):
     for i, queries in run.queries.items():
-        mine = run.stored(i, INDEX)
+        actual = run.stored(i, INDEX)
         true = compress(run, i, f"layers.{i}.attn.indexer.compressor", run.reference.round_index)
-        check(run, f"index keys of layer {i}", mine, true, fp4_step(mine, true))
+        check(run, f"index keys of layer {i}", actual, true, fp4_step(actual, true))
         heads = run.modules[f"layers.{i}.attn.indexer.wq_b"][1].reshape(LENGTH, run.config.index_n_heads, -1)
         attention = run.attention(i)
-        true = np.stack([attention.turned_index_queries(row, t) for t, row in enumerate(heads)])
+        true = np.stack([attention.rotated_index_queries(row, t) for t, row in enumerate(heads)])
         check(run, f"index queries of layer {i}", queries, true, fp4_step(queries, true))
 
 
@@ -171,15 +173,15 @@ def test_chosen_entries(run):
         flips, selective = 0, 0
         for t in range(LENGTH):
             visible = (t + 1) // 4
-            mine = set(chosen_entries(run, i, t).tolist())
+            actual = set(chosen_entries(run, i, t).tolist())
             true = attention.choose(x[t], queries[t], list(keys[:visible]))
             selective += visible > len(true)
-            if mine != set(true):  # FP4 products often tie; only ties may be resolved differently
+            if actual != set(true):  # FP4 products often tie; only ties may be resolved differently
                 scores = attention.index_scores(x[t], queries[t], list(keys[:visible]))
-                assert len(mine) == len(true)
+                assert len(actual) == len(true)
                 last, size = min(scores[true]), np.abs(scores).max()
                 assert (
-                    np.abs(scores[sorted(mine ^ set(true))] - last).max()
+                    np.abs(scores[sorted(actual ^ set(true))] - last).max()
                     <= (1e-6 if run.single else 2.0**-8) * size
                 )
                 flips += 1
@@ -199,7 +201,7 @@ def test_attention_up_to_the_output_projection(run):
                 attended += list(entries[chosen_entries(run, i, t)])
             elif ratio:
                 attended += list(entries[: (t + 1) // ratio])
-            mixed = attention.attend(attention.turned_queries(heads[t], t), attended)
+            mixed = attention.attend(attention.rotated_queries(heads[t], t), attended)
             true.append(attention.gather(mixed, t))
         check(run, f"attention of layer {i}", run.modules[f"layers.{i}.attn.wo_b"][0], np.stack(true))
 
@@ -213,11 +215,11 @@ def test_routing_and_experts(run):
         true, shared, doubtful = [], [], []
         for t in range(LENGTH):
             ids, weights = model.route(prefix, x[t], int(run.tokens[t]))
-            mine = dict(zip(topk[t, :, 0].astype(int).tolist(), topk[t, :, 1].tolist()))
-            assert mine.keys() == set(ids) and all(abs(mine[e] - w) < 1e-5 for e, w in zip(ids, weights))
+            actual = dict(zip(topk[t, :, 0].astype(int).tolist(), topk[t, :, 1].tolist()))
+            assert actual.keys() == set(ids) and all(abs(actual[e] - w) < 1e-5 for e, w in zip(ids, weights))
             inside = {e: model.inside_expert(f"{prefix}.experts.{e}", x[t], w) for e, w in zip(ids, weights)}
             true.append(sum(model.linear(f"{prefix}.experts.{e}.w2", z) for e, z in inside.items()))
-            doubtful.append(any(too_close_to_call(z) for z in inside.values()))
+            doubtful.append(any(near_rounding_tie(z) for z in inside.values()))
             shared.append(model.inside_expert(f"{prefix}.shared_experts", x[t], 1.0))
         check(
             run, f"inside shared expert {i}", run.modules[f"{prefix}.shared_experts.w2"][0], np.stack(shared)
@@ -225,21 +227,21 @@ def test_routing_and_experts(run):
         experts = run.model.get_submodule(f"{prefix}.experts")  # computed again, without the shared expert
         routed = torch.tensor(topk[..., 0]).long(), torch.tensor(topk[..., 1]).float()
         with torch.no_grad():
-            mine = array(
+            actual = array(
                 experts(torch.tensor(x).to(torch.float32 if run.single else torch.bfloat16), *routed)
             )
         true, sure = np.stack(true), ~np.array(doubtful)
-        error = rms(mine - true) / rms(true)
+        error = rms(actual - true) / rms(true)
         print(
             f"experts of layer {i}: relative error {error:.1e}, {1 - sure.mean():.1%} of rows too close to call"
         )
         if run.single:  # rows without a rounding near a tie must agree
-            assert np.abs(mine[sure] - true[sure]).max() < 1e-5 * np.abs(true).max()
+            assert np.abs(actual[sure] - true[sure]).max() < 1e-5 * np.abs(true).max()
             assert sure.mean() > 0.5
         assert error < 1e-3  # one flipped value in 64 or 192 is a few thousandths of one row
 
 
-def too_close_to_call(z: np.ndarray) -> bool:
+def near_rounding_tie(z: np.ndarray) -> bool:
     """Whether an error of float32 size would change the rounding of z."""
     slack = 2e-6 * np.abs(z).max()
     nearby = (z + slack, z - slack, z * (1 + 2e-6), z * (1 - 2e-6))
@@ -297,28 +299,28 @@ def plain():
 
 
 def test_plain_numerics_end_to_end(plain):
-    _, _, mine, true = plain
-    print(f"float32 against float64 over 300 tokens: max abs error {np.abs(mine - true).max():.1e}")
-    assert np.abs(mine - true).max() <= 1e-4
+    _, _, actual, true = plain
+    print(f"float32 against float64 over 300 tokens: max abs error {np.abs(actual - true).max():.1e}")
+    assert np.abs(actual - true).max() <= 1e-4
 
 
 def test_released_numerics_end_to_end(plain):
     """A different rounding propagates, so the bound is on the whole and relative to the effect of rounding."""
     model, tokens, _, unrounded = plain
     with torch.no_grad():
-        mine = array(random_model(seed=1, released=True)(tokens))
+        actual = array(random_model(seed=1, released=True)(tokens))
     true = float64_logits(model, tokens, released=True)
-    exactly = np.abs(mine - true).max(-1) < 1e-4
+    exactly = np.abs(actual - true).max(-1) < 1e-4
     print(
-        f"released: {exactly.mean():.0%} of positions within 1e-4, rms {rms(mine - true):.1e}; "
+        f"released: {exactly.mean():.0%} of positions within 1e-4, rms {rms(actual - true):.1e}; "
         f"the rounding itself moves the logits by {rms(true - unrounded):.1e}"
     )
     assert exactly.mean() > 0.5
-    assert rms(mine - true) < 0.05 * rms(true - unrounded)
-    assert np.mean(mine.argmax(-1) == true.argmax(-1)) > 0.95
+    assert rms(actual - true) < 0.05 * rms(true - unrounded)
+    assert np.mean(actual.argmax(-1) == true.argmax(-1)) > 0.95
 
 
-def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
+def test_bfloat16_layers_are_within_a_few_rounding_errors():
     """Each layer in bfloat16 against the same layer in float32, with the same weights and the same streams.
 
     One rounding to eight bits is off by 2^-9 or so of the value; the dozen or more that a row passes through in a layer
@@ -328,8 +330,8 @@ def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
     half = random_model(seed=3, dtype=torch.bfloat16)
     single = random_model(seed=3)
     with torch.no_grad():
-        for mine, theirs in zip(single.destinations(), half.destinations()):
-            mine.tensor.copy_(theirs.tensor)
+        for target, original in zip(single.destinations(), half.destinations()):
+            target.tensor.copy_(original.tensor)
     tokens, streams = random_tokens(TINY, 300, 3), {}
     batch = Batch.whole(tokens)
     phases = single.rope.step(batch.positions)
@@ -341,9 +343,9 @@ def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
         for i, x in streams.items():
             x = x.bfloat16()
             true = single.layers[i](x.float(), batch, phases, Fresh(), NoTap())
-            mine = half.layers[i](x, batch, phases, Fresh(), NoTap())
-            assert mine.dtype == torch.bfloat16
-            error = (mine.float() - true).flatten(1).norm(dim=1) / true.flatten(1).norm(dim=1)
+            target = half.layers[i](x, batch, phases, Fresh(), NoTap())
+            assert target.dtype == torch.bfloat16
+            error = (target.float() - true).flatten(1).norm(dim=1) / true.flatten(1).norm(dim=1)
             middle, most = error.median().item(), error.quantile(0.9).item()
             print(
                 f"layer {i}: relative error {middle:.1e} in the middle, {most:.1e} at nine in ten, {error.max():.1e}"

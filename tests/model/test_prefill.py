@@ -54,40 +54,40 @@ def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: in
 
 
 @torch.no_grad()
-def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
+def test_a_mixer_renews_its_cached_halves_when_its_matrix_changes(monkeypatch):
     """The cached form is renewed when the matrix is changed in place, moved, or read by other kernels."""
 
     from birkhoff.kernels.mhc import prefill
 
     monkeypatch.setattr(
         prefill, "MIN_ROWS", 16
-    )  # rows from which the halves are read: the interpreter is slow
+    )  # lower the row limit of the split form: the interpreter is slow
     model = with_kernels(packed_model(SMALL), "triton")
     mixer = model.layers[0].hc_attn
     streams = (
         torch.randn(20, 4, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE).half()
     )
 
-    def follows() -> torch.Tensor:
+    def check_read() -> torch.Tensor:
         found = mixer.read(streams)
         true = plain.read(streams, mixer.fn, mixer.base, mixer.scale, mixer.iters, mixer.eps, mixer.rms_eps)
-        for mine, expected in zip(found, true):
-            assert (mine.float() - expected.float()).norm() < 1e-3 * expected.float().norm()
+        for actual, expected in zip(found, true):
+            assert (actual.float() - expected.float()).norm() < 1e-3 * expected.float().norm()
         return found[3]
 
-    first = follows()
+    first = check_read()
     mixer.fn.mul_(-3.0)
-    second = follows()
+    second = check_read()
     assert (first - second).abs().max() > 0.01
     mixer.fn.data = mixer.fn.data.flip(0).contiguous()
-    assert (second - follows()).abs().max() > 0.01
+    assert (second - check_read()).abs().max() > 0.01
     with_kernels(model, "reference")
-    follows()
+    check_read()
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_every_site_of_a_prompt_is_that_of_the_plain_model(case):
+def test_every_site_of_a_prompt_equals_the_plain_model(case):
     past, cuts, sequences = CASES[case]
     model = with_kernels(packed_model(SMALL), "reference")
     tokens = [random_tokens(SMALL, cuts[-1], seed) for seed in range(sequences)]
@@ -96,10 +96,10 @@ def test_every_site_of_a_prompt_is_that_of_the_plain_model(case):
         for state in states:
             read(model, state, tokens, 0, [past])
     true = read(model, states[0], tokens, past, cuts)
-    mine = read(with_kernels(model, "triton"), states[1], tokens, past, cuts)
-    assert mine.keys() == true.keys() and len(true) > 30
+    actual = read(with_kernels(model, "triton"), states[1], tokens, past, cuts)
+    assert actual.keys() == true.keys() and len(true) > 30
     for key, tensor in true.items():
-        assert (mine[key] - tensor).abs().max() <= 2e-4 * tensor.abs().max().clamp_min(1.0), key
+        assert (actual[key] - tensor).abs().max() <= 2e-4 * tensor.abs().max().clamp_min(1.0), key
     for layer, other in zip(states[1].layers, states[0].layers):
         for name, page in other.pages.items():
             assert (layer.pages[name] - page).abs().max() < 1e-4
@@ -107,7 +107,7 @@ def test_every_site_of_a_prompt_is_that_of_the_plain_model(case):
 
 
 @torch.inference_mode()
-def test_a_weight_is_laid_out_for_kernels_once_and_again_where_it_moved():
+def test_a_weight_is_repacked_for_kernels_only_after_it_moved():
     layer = Linear(32, {"a": 24, "b": 8}, "fp8", Numerics(kernels=select("triton")), packed=True).to(DEVICE)
     layer.codes.copy_(torch.randn(32, 32).to(torch.float8_e4m3fn))
     layer.scale.copy_(torch.tensor([[125], [126]]))
@@ -122,8 +122,8 @@ def test_a_weight_is_laid_out_for_kernels_once_and_again_where_it_moved():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [5, 64], ids=["those asked", "everybody"])
-def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
+@pytest.mark.parametrize("rows", [5, 64], ids=["selected experts", "all experts"])
+def test_experts_in_host_memory_are_read_in_waves_with_identical_bits(rows):
     config = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
     source = with_kernels(packed_model(config), "triton")
     g = torch.Generator().manual_seed(1)
@@ -138,7 +138,7 @@ def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
     true = stack(x, ids, weights)
     for share in (1.0, 0.5, 0.0):
         model, store = offloaded_model(source, share)
-        (mine,) = model.expert_stacks()
+        (actual,) = model.expert_stacks()
         assert store.any_cold(0) == (share < 1)
-        assert torch.equal(mine(x, ids, weights), true)
+        assert torch.equal(actual(x, ids, weights), true)
         assert not any(cached.refcount for cached in store._cached.values()), "every copy was released"

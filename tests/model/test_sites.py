@@ -1,4 +1,4 @@
-"""Every site: the right tensor, once, with the documented shape; observing changes nothing, edits what they say."""
+"""Every site: the right tensor, once, with the documented shape; observation changes nothing, edits apply."""
 
 from __future__ import annotations
 
@@ -66,23 +66,27 @@ def by_expert(topk):
 
 
 @pytest.mark.parametrize("site", [s for s in sites.SITES if not s.absent], ids=address)
-def test_every_site_holds_what_the_oracle_holds(site, whole, oracle):
-    mine = {layer: x for (name, layer), x in whole[1].items() if name == site.name}
-    theirs = {layer: x for (name, layer), x in oracle.items() if name == site.name}
-    if site.id in (12, 13, 14):  # internal to its modules; test_streams_rebuild covers them
-        assert not theirs
+def test_every_site_equals_the_oracle(site, whole, oracle):
+    actual = {layer: x for (name, layer), x in whole[1].items() if name == site.name}
+    expected = {layer: x for (name, layer), x in oracle.items() if name == site.name}
+    if site.id in (
+        12,
+        13,
+        14,
+    ):  # internal to its modules; test_streams_can_be_rebuilt_from_captures covers them
+        assert not expected
         return
-    assert mine.keys() == theirs.keys() == ({LAST} if site.once else set(range(LAST + 1)))
-    for layer, x in mine.items():
-        other = theirs[layer]
+    assert actual.keys() == expected.keys() == ({LAST} if site.once else set(range(LAST + 1)))
+    for layer, x in actual.items():
+        other = expected[layer]
         if site is sites.MOE_TOPK:
             x, other = by_expert(x), by_expert(other)
             assert torch.equal(x[..., 0], other[..., 0])
         assert (x - other).abs().max() <= 1e-4, (site.name, layer)
 
 
-def test_every_site_is_met_once_with_its_promised_shape_and_dtype(tiny, tokens):
-    met, letters = (
+def test_every_site_is_called_once_with_its_documented_shape_and_dtype(tiny, tokens):
+    calls, letters = (
         Counter(),
         {
             "d": TINY.hidden_size,
@@ -94,17 +98,19 @@ def test_every_site_is_met_once_with_its_promised_shape_and_dtype(tiny, tokens):
     )
 
     def seen(site, layer, x):
-        met[site.name, layer] += 1
+        calls[site.name, layer] += 1
         assert x.shape == (LENGTH, *(letters[letter] for letter in site.shape)), site.name
         assert x.dtype == torch.float32 and not site.absent
 
     tiny(tokens, EagerTap(seen))
     present = [site for site in sites.SITES if not site.absent]
-    assert set(met) == {(s.name, layer) for s in present for layer in ([LAST] if s.once else range(LAST + 1))}
-    assert set(met.values()) == {1}
+    assert set(calls) == {
+        (s.name, layer) for s in present for layer in ([LAST] if s.once else range(LAST + 1))
+    }
+    assert set(calls.values()) == {1}
 
 
-def test_dtypes_of_a_bfloat16_model_are_the_promised_ones(tokens):
+def test_dtypes_of_a_bfloat16_model_are_the_documented_ones(tokens):
     model = random_model(seed=5, dtype=torch.bfloat16)
     for (name, _), x in trace(model, tokens[:20])[1].items():
         assert x.dtype == (torch.bfloat16 if sites.BY_NAME[name].dtype == "model" else torch.float32), name
@@ -115,7 +121,7 @@ def rebuild(streams, y, post, mix):
 
 
 @pytest.mark.parametrize("layer", range(LAST + 1))
-def test_streams_rebuild_from_what_was_seen_and_a_transposed_mixer_does_not(layer, whole):
+def test_streams_can_be_rebuilt_from_captures_but_not_with_a_transposed_mixer(layer, whole):
     seen = whole[1]
     after = ("mhc_streams_final", LAST) if layer == LAST else ("mhc_streams_pre_attn", layer + 1)
     for kind, before, inside, out, then in (
@@ -130,20 +136,22 @@ def test_streams_rebuild_from_what_was_seen_and_a_transposed_mixer_does_not(laye
         assert (torch.einsum("nm,nmd->nd", pre, streams) - seen[inside, layer]).abs().max() < 1e-5
 
 
-def test_the_head_merges_the_final_streams_by_the_weights_seen(whole):
+def test_the_head_merges_the_final_streams_with_the_captured_weights(whole):
     seen = whole[1]
     merged = torch.einsum("nm,nmd->nd", seen["mhc_head_mix", LAST], seen["mhc_streams_final", LAST])
     assert (merged - seen["final_hidden", LAST]).abs().max() < 1e-5
 
 
-def test_looking_changes_no_bit(tiny, tokens, whole):
+def test_observation_changes_no_bit(tiny, tokens, whole):
     with torch.no_grad():
         assert torch.equal(tiny(tokens), whole[0])
         assert torch.equal(tiny(tokens, NoTap()), whole[0])
 
 
 @pytest.mark.parametrize(("site", "at"), EDITABLE, ids=address)
-def test_an_edit_reaches_the_logits_from_its_token_on_and_a_zero_edit_is_none(site, at, tiny, tokens, whole):
+def test_an_edit_changes_logits_from_its_token_on_and_a_zero_edit_changes_nothing(
+    site, at, tiny, tokens, whole
+):
     token = 150
     bump = torch.randn(whole[1][site.name, at].shape[1:], generator=torch.Generator().manual_seed(site.id))
 
@@ -166,10 +174,10 @@ def test_an_edit_reaches_the_logits_from_its_token_on_and_a_zero_edit_is_none(si
 
 
 @pytest.mark.parametrize("site", [s for s in sites.SITES if not s.edit], ids=address)
-def test_a_site_that_may_only_be_looked_at_never_asks_for_an_edit(site, tiny, tokens):
-    asked = []
-    trace(tiny, tokens[:5], lambda s, layer, x: asked.append(s))
-    assert site not in asked and {s.name for s in asked} == {
+def test_a_read_only_site_is_never_edited(site, tiny, tokens):
+    offered = []
+    trace(tiny, tokens[:5], lambda s, layer, x: offered.append(s))
+    assert site not in offered and {s.name for s in offered} == {
         s.name for s in sites.SITES if s.edit and not s.absent
     }
 
@@ -205,7 +213,7 @@ def parted(tiny, tokens, site, at, how):
 
 @pytest.mark.parametrize("at", [0, 2, LAST])
 @pytest.mark.parametrize("site", INNER, ids=address)
-def test_read_edits_what_the_sublayer_sees_and_leaves_the_carried_streams(site, at, tiny, tokens, whole):
+def test_read_edits_change_the_sublayer_input_but_not_the_carried_streams(site, at, tiny, tokens, whole):
     kind = "attn" if site is sites.MHC_STREAMS_PRE_ATTN else "ffn"
     _, (_, seen) = parted(tiny, tokens, site, at, "read")
     for name in INNER[site]:
@@ -218,7 +226,7 @@ def test_read_edits_what_the_sublayer_sees_and_leaves_the_carried_streams(site, 
 
 @pytest.mark.parametrize("at", [0, 2, LAST])
 @pytest.mark.parametrize("site", INNER, ids=address)
-def test_carry_edits_what_is_carried_and_leaves_the_sublayer(site, at, tiny, tokens, whole):
+def test_carry_edits_change_the_carried_streams_but_not_the_sublayer(site, at, tiny, tokens, whole):
     kind = "attn" if site is sites.MHC_STREAMS_PRE_ATTN else "ffn"
     bump, (_, seen) = parted(tiny, tokens, site, at, "carry")
     for name in INNER[site]:
@@ -230,7 +238,7 @@ def test_carry_edits_what_is_carried_and_leaves_the_sublayer(site, at, tiny, tok
 
 @pytest.mark.parametrize("at", [0, 2, LAST])
 @pytest.mark.parametrize("site", INNER, ids=address)
-def test_both_is_a_plain_edit(site, at, tiny, tokens):
+def test_path_both_equals_a_plain_edit(site, at, tiny, tokens):
     bump, (logits, seen) = parted(tiny, tokens, site, at, "both")
     plain, plain_seen = trace(
         tiny, tokens, lambda s, layer, x: x + bump if s is site and layer == at else None
@@ -244,9 +252,7 @@ def following(seen, site, at):
     return seen["mhc_streams_final", at] if at == LAST else seen["mhc_streams_pre_attn", at + 1]
 
 
-def test_at_the_final_streams_read_reaches_the_head_and_carry_reaches_only_the_draft_block(
-    tiny, tokens, whole
-):
+def test_at_the_final_streams_read_changes_the_head_and_carry_only_the_mtp_block(tiny, tokens, whole):
     results = {}
     for how in ("read", "carry", "both"):
         bump = torch.ones(TINY.hc_mult, TINY.hidden_size)

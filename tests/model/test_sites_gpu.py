@@ -40,7 +40,7 @@ def full_width():
         ),
     ],
 )
-def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths):
+def test_every_site_equals_the_plain_path(config, dtype, tolerance, lengths):
     from birkhoff.bench.sites import compare_sites
     from birkhoff.bench.synthetic import random_on_device
 
@@ -52,7 +52,7 @@ def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths)
 
 
 @torch.inference_mode()
-def test_a_recorded_step_with_edits_repeats_the_launched_one():
+def test_a_replayed_step_with_edits_equals_the_launched_one():
     """The third step of a pattern is replayed; its rows equal those of the first, launched without a graph."""
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
@@ -60,7 +60,7 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
     from birkhoff.hooks.batch_tap import StepStaging, arm
     from birkhoff.hooks.edit import SiteEdit
     from birkhoff.hooks.plan import Plan, Span
-    from tests.hooks.test_graph_tap import Wish
+    from tests.hooks.test_graph_tap import CaptureJob
     from tests.hooks.test_vector_table import Everywhere
 
     device, config = torch.device("cuda"), full_width()
@@ -79,12 +79,12 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
     )
     found, staging = [], StepStaging(device)
     for _ in range(4):
-        job = Wish([("mlp_out", 1), ("mhc_streams_final", 1)])
+        job = CaptureJob([("mlp_out", 1), ("mhc_streams_final", 1)])
         tap = arm(staging, [Span(Plan(jobs=(job,), edits=edits), 0, 512, [7], 4)], 1)
         logits, _ = graphs.step([7], [512], [0], tap, graphs.plan(tap))
         tap.deliver()
         found.append([logits, *(job.got[key][0] for key in job.keys)])
-    assert [held.graph is not None for held in graphs._tapped.values()] == [True]
+    assert [tapped.graph is not None for tapped in graphs._tapped.values()] == [True]
     for later in found[1:]:
         for first, other in zip(found[0], later):
             assert (first.float() - other.float()).abs().max() <= 0.02 * first.float().abs().max()

@@ -92,8 +92,8 @@ def test_mixed_batches_at_different_positions_equal_single_runs(tiny, data):
                 at[slot] += take
         for slot, logits in run_pieces(tiny, state, pieces).items() if pieces else ():
             got[slot].append(logits)
-    for mine, theirs in zip(got, expected):
-        assert (torch.cat(mine) - theirs).abs().max() < TOLERANCE
+    for rows, expected_rows in zip(got, expected):
+        assert (torch.cat(rows) - expected_rows).abs().max() < TOLERANCE
 
 
 def test_a_slot_needs_no_clearing_between_sequences(tiny):
@@ -107,7 +107,7 @@ def test_a_slot_needs_no_clearing_between_sequences(tiny):
         assert (run_cuts(tiny, tokens, range(1, count), state) - expected).abs().max() < TOLERANCE
 
 
-def test_pages_may_lie_anywhere_in_the_pool(tiny, whole):
+def test_pages_can_be_anywhere_in_the_pool(tiny, whole):
     state = State(TINY, 2, 9)
     state.give_pages(1, [7, 2, 5])
     assert (
@@ -116,7 +116,7 @@ def test_pages_may_lie_anywhere_in_the_pool(tiny, whole):
 
 
 @pytest.mark.parametrize("back", [1, 3, 7])
-def test_stepping_back_within_the_lookback_loses_nothing(tiny, whole, back):
+def test_stepping_back_within_the_lookback_gives_equal_logits(tiny, whole, back):
     """Wrong tokens are run and then overwritten by the right ones, as after a rejected draft."""
     tokens, state = random_tokens(TINY, LENGTH), State.contiguous(TINY, 1, LENGTH, lookback=8)
     rows = [run_pieces(tiny, state, [SequenceChunk(0, 0, tokens[:125])])[0]]

@@ -119,5 +119,5 @@ def test_names_are_unique_and_every_parameter_has_one():
     model = Transformer(TINY)
     names = [d.name for d in model.destinations()]
     assert len(names) == len(set(names))
-    held = sum(p.numel() for p in model.parameters()) + sum(b.numel() for b in model.buffers())
-    assert sum(d.tensor.numel() for d in model.destinations()) == held
+    total = sum(p.numel() for p in model.parameters()) + sum(b.numel() for b in model.buffers())
+    assert sum(d.tensor.numel() for d in model.destinations()) == total

@@ -73,7 +73,7 @@ def test_it_equals_transformers(config):
     [[], [1, 2, 3, 5, 8, 13, 21, 34, 128, 256], list(range(1, LENGTH)), [290]],
     ids=["whole", "chunks", "single tokens", "tail"],
 )
-def test_every_way_through_it_equals_the_plain_model(fast, tokens, whole, cuts):
+def test_every_chunking_equals_the_plain_model(fast, tokens, whole, cuts):
     assert (run(fast, tokens, cuts) - whole).abs().max() < TOLERANCE
 
 
@@ -100,8 +100,8 @@ def test_fused_layers_equal_separate_ones(tokens):
     assert (
         run(separate, tokens[:140], [100, 101]) - run(fused, tokens[:140], [100, 101])
     ).abs().max() < TOLERANCE
-    for mine, theirs in zip(fused.destinations(), separate.destinations(), strict=True):
-        assert mine.name == theirs.name and torch.equal(mine.tensor, theirs.tensor)
+    for actual, expected in zip(fused.destinations(), separate.destinations(), strict=True):
+        assert actual.name == expected.name and torch.equal(actual.tensor, expected.tensor)
 
 
 def test_weights_loaded_after_fusing_are_used(tokens):
@@ -115,7 +115,7 @@ def test_weights_loaded_after_fusing_are_used(tokens):
 
 
 @pytest.mark.parametrize("cuts", [[], list(range(1, 40))], ids=["whole", "single tokens"])
-def test_every_site_of_it_holds_what_the_plain_model_holds(fast, cuts):
+def test_every_site_equals_the_plain_model(fast, cuts):
     tokens, seen = random_tokens(TINY, 40, 5), {True: {}, False: {}}
 
     def listen(quick):
@@ -128,17 +128,17 @@ def test_every_site_of_it_holds_what_the_plain_model_holds(fast, cuts):
     run(random_model(), tokens, cuts, listen(False))
     assert seen[True].keys() == seen[False].keys()
     for key, rows in seen[True].items():
-        mine, true = torch.cat(rows), torch.cat(seen[False][key])
-        assert (mine - true).abs().max() < 2e-5 * true.abs().max().clamp_min(1.0), key
+        actual, true = torch.cat(rows), torch.cat(seen[False][key])
+        assert (actual - true).abs().max() < 2e-5 * true.abs().max().clamp_min(1.0), key
 
 
-def test_looking_changes_no_bit_and_a_zero_edit_is_none(fast, tokens):
+def test_observation_and_zero_edits_change_no_bit(fast, tokens):
     plain = run(fast, tokens[:60], [50, 51, 52])
     assert torch.equal(plain, run(fast, tokens[:60], [50, 51, 52], EagerTap(lambda *_: None)))
     assert torch.equal(plain, run(fast, tokens[:60], [50, 51, 52], EagerTap(edit=lambda s, i, x: x + 0.0)))
 
 
-def test_an_edit_reaches_the_logits(fast, tokens):
+def test_an_edit_changes_the_logits(fast, tokens):
     plain = run(fast, tokens[:20], range(1, 20))
     for site in (sites.PRE_ATTN, sites.MLP_OUT, sites.MHC_STREAMS_PRE_MLP):
         tap = EagerTap(edit=lambda s, i, x, site=site: x + 0.5 if s is site and i == 3 else None)
@@ -151,18 +151,18 @@ def test_released_numerics():
     tokens = random_tokens(TINY, 80, 4)
     with torch.no_grad():
         true, unrounded = random_model(seed=4, released=True)(tokens), random_model(seed=4)(tokens)
-    mine = run(fast_model(seed=4, released=True), tokens, range(1, 80))
-    close = ((mine - true).abs().amax(-1) < TOLERANCE).float().mean().item()
-    error = ((mine - true).square().mean() / (true - unrounded).square().mean()).sqrt().item()
+    actual = run(fast_model(seed=4, released=True), tokens, range(1, 80))
+    close = ((actual - true).abs().amax(-1) < TOLERANCE).float().mean().item()
+    error = ((actual - true).square().mean() / (true - unrounded).square().mean()).sqrt().item()
     print(f"released: {close:.0%} of positions within 1e-4, off by {error:.1e} of what rounding does")
     assert close > 0.5 and error < 0.3
 
 
-def test_gradients_go_through_the_plain_twins():
+def test_gradients_use_the_plain_twins():
     model, plain = fast_model(seed=2, fused=False), random_model(seed=2)
     tokens = random_tokens(TINY, 20, 2)
     for each in (model, plain):
         each(tokens).square().mean().backward()
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, atol=1e-6), name
+    for (name, actual), expected in zip(model.named_parameters(), plain.parameters()):
+        assert (actual.grad is None) == (expected.grad is None), name
+        assert actual.grad is None or torch.allclose(actual.grad, expected.grad, atol=1e-6), name

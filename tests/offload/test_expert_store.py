@@ -120,7 +120,7 @@ def check(store, truth):
     ]
     for expert in ALL_EXPERTS:
         for seen, true in zip(read(store, expert), truth[expert]):
-            assert torch.equal(seen, true), f"{expert} is not what it was"
+            assert torch.equal(seen, true), f"{expert} has wrong contents"
         assert all(torch.equal(a, b) for a, b in zip(store.home_parts(expert), truth[expert]))
 
 
@@ -129,7 +129,7 @@ def resident(count, seed=0):
     return torch.zeros(LAYERS * EXPERTS, dtype=torch.bool).index_fill_(0, chosen, True).view(LAYERS, EXPERTS)
 
 
-def test_a_record_has_room_for_every_part_and_aligned_beginnings():
+def test_a_record_fits_every_part_at_aligned_offsets():
     for config in (SMALL, TINY, variant(hidden_size=96, moe_intermediate_size=32)):
         record = PackedExpertLayout.of(config)
         parts = record.parts(torch.arange(record.nbytes, dtype=torch.int64).to(torch.uint8))
@@ -139,7 +139,7 @@ def test_a_record_has_room_for_every_part_and_aligned_beginnings():
         assert all(end <= begin for end, begin in zip(ends, (*record.offsets[1:], record.nbytes)))
 
 
-def test_a_true_expert_of_v4_flash_is_13_37_megabytes():
+def test_an_expert_of_v4_flash_is_13_37_megabytes():
     from birkhoff.config import V4Config
 
     assert PackedExpertLayout.of(V4Config()).nbytes == 13_369_344
@@ -166,10 +166,10 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=scaled(600, 80), deadline=None)
 @given(st.integers(0, 15), st.integers(1, 4), OPERATIONS)
-def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, operations):
+def test_no_sequence_of_moves_exposes_a_wrong_or_incomplete_expert(count, spare, operations):
     copy_stream = SlowCopy()
     store, truth = filled(resident(count, spare), spare, copy_stream)
-    held = []
+    references = []
     for what, seed in operations:
         pick = random.Random(seed)
         hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
@@ -179,11 +179,11 @@ def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, 
         elif what == "acquire" and cold:
             cached = store.acquire(pick.choice(cold))
             if cached is not None:
-                held.append(cached)
-        elif what == "release" and held:
-            store.release(held.pop(pick.randrange(len(held))))
-        elif what == "wait" and held:
-            cached = pick.choice(held)
+                references.append(cached)
+        elif what == "release" and references:
+            store.release(references.pop(pick.randrange(len(references))))
+        elif what == "wait" and references:
+            cached = pick.choice(references)
             store.wait([cached])
             assert all(torch.equal(a, b) for a, b in zip(store.cached_parts(cached), truth[cached.expert]))
         elif what == "publish":
@@ -199,7 +199,7 @@ def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, 
     assert not store._moving and not store._swaps
 
 
-def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
+def test_a_freed_slot_is_not_written_while_a_step_may_read_it():
     copy_stream = SlowCopy()
     store, truth = filled(resident(4), 1, copy_stream)
     hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
@@ -208,7 +208,7 @@ def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
     old = store.table[hot[0]].clone()
     copy_stream.move(1 << 20)
     assert store.publish() == 1 and not store.is_cold(cold[0])
-    assert store.swap(cold[1], hot[1]), "into the slot that the first one left"
+    assert store.swap(cold[1], hot[1]), "into the slot that the first swap freed"
     copy_stream.move(1 << 20)
     data = bytearray(ctypes.string_at(int(old[0]), truth[hot[0]][0].numel()))
     assert torch.equal(torch.frombuffer(data, dtype=torch.int8).view_as(truth[hot[0]][0]), truth[hot[0]][0])
@@ -219,7 +219,7 @@ def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
     check(store, truth)
 
 
-def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
+def test_a_released_copy_is_not_overwritten_while_a_step_may_read_it():
     copy_stream = SlowCopy()
     store, truth = filled(resident(4), 1, copy_stream)
     first, second = [expert for expert in ALL_EXPERTS if store.is_cold(expert)][:2]
@@ -247,9 +247,9 @@ def test_an_expert_in_a_swap_cannot_be_moved_again():
     assert (
         not store.swap(cold[0], hot[1]) and not store.swap(cold[1], hot[0]) and store.acquire(cold[0]) is None
     )
-    assert store.swap(cold[1], hot[1]), "others can"
+    assert store.swap(cold[1], hot[1]), "other experts can be swapped"
     cached = store.acquire(cold[2])
-    assert not store.swap(cold[2], hot[2]), "nor can one with a copy in use"
+    assert not store.swap(cold[2], hot[2]), "an expert with a cached copy in use cannot be swapped"
     store.release(cached)
     assert store.swap(cold[2], hot[2])
     store.publish(wait=True)
@@ -273,12 +273,12 @@ def test_unused_copies_are_evicted_for_new_ones():
     third = store.acquire(cold[2])
     assert third is not None and third.slot == second.slot, "the unused copy is evicted"
     assert int(store.table[cold[1]][0]) == store.home_parts(cold[1])[0].data_ptr(), (
-        "and the table points to the home again"
+        "the table points to the home again"
     )
     check(store, truth)
 
 
-def test_reads_are_counted_once_a_step_however_many_tokens_ask():
+def test_reads_are_counted_once_per_step_and_expert():
     store, _ = filled(resident(5))
     store.count_reads(torch.tensor([[[0, 1], [1, 1]], [[4, 3], [4, 0]]], dtype=torch.int32), layer=1)
     store.count_reads(torch.tensor([[[2, 4]]]))

@@ -20,14 +20,14 @@ def saved(path, layers=3, experts=4, steps=100):
     return reads
 
 
-def test_what_was_written_comes_back(tmp_path):
+def test_counts_round_trip(tmp_path):
     reads = saved(tmp_path / "counts.json")
     found = ExpertCounts.load(tmp_path / "counts.json", 3, 4)
     assert torch.equal(found.reads, reads) and found.reads.dtype is torch.int64 and found.steps == 100
     assert [file.name for file in tmp_path.iterdir()] == ["counts.json"], "no temporary file remains"
 
 
-def test_another_models_counts_are_refused_with_both_shapes(tmp_path):
+def test_counts_of_another_model_are_refused_with_both_shapes(tmp_path):
     saved(tmp_path / "c.json")
     with pytest.raises(CountsFileError, match=r"counts 3 layers of 4 experts, this model has 43 of 256"):
         ExpertCounts.load(tmp_path / "c.json", 43, 256)
@@ -63,11 +63,11 @@ def resealed(path, **changes):
         ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, True]]}, "no whole number"),
     ],
 )
-def test_what_cannot_be_counts_is_refused(tmp_path, changes, words):
+def test_invalid_counts_are_refused(tmp_path, changes, words):
     path = tmp_path / "c.json"
     saved(path)
     resealed(path, **changes)
-    if changes == {"version": True}:  # equal to 1 in Python and harmless
+    if changes == {"version": True}:  # True equals 1 in Python
         assert ExpertCounts.load(path, 3, 4).steps == 100
         return
     with pytest.raises(CountsFileError, match=words):
@@ -76,7 +76,7 @@ def test_what_cannot_be_counts_is_refused(tmp_path, changes, words):
 
 @settings(max_examples=scaled(300, 60), deadline=None)
 @given(data=st.data())
-def test_any_changed_character_is_noticed(tmp_path_factory, data):
+def test_any_changed_character_is_detected(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("counts") / "c.json"
     reads = saved(path)
     text = path.read_bytes()
@@ -89,7 +89,7 @@ def test_any_changed_character_is_noticed(tmp_path_factory, data):
         found = ExpertCounts.load(path, 3, 4)
     except CountsFileError:
         return
-    assert torch.equal(found.reads, reads) and found.steps == 100, "what is accepted is what was written"
+    assert torch.equal(found.reads, reads) and found.steps == 100, "accepted contents equal the written ones"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\xfe", b"NaN", b"[" * 100_000])
@@ -100,7 +100,7 @@ def test_other_files_are_refused(tmp_path, content):
         ExpertCounts.load(path, 3, 4)
 
 
-def test_places_that_cannot_be_read_or_written_are_named(tmp_path):
+def test_errors_name_paths_that_cannot_be_read_or_written(tmp_path):
     with pytest.raises(CountsFileError, match=r"cannot be read \(No such file"):
         ExpertCounts.load(tmp_path / "missing.json", 3, 4)
     with pytest.raises(CountsFileError, match=r"cannot be written \(No such file"):

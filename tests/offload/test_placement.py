@@ -37,7 +37,7 @@ def run_policy(usage, resident, traffic, looks, every=16, most=4):
     return resident, begun
 
 
-def test_traffic_is_what_it_says():
+def test_synthetic_traffic_has_the_given_shares():
     shares = zipf(2, 8, 1.0, 0)
     assert torch.allclose(shares.sum(-1), torch.ones(2, dtype=torch.float64))
     trace = Traffic(shares, 3, 0).steps(500)
@@ -47,8 +47,8 @@ def test_traffic_is_what_it_says():
     assert torch.allclose(alone, shares, atol=0.03)
 
 
-def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
-    """One expert per token: the n likeliest hit with the sum of their probabilities, n random ones with their share."""
+def test_the_hit_rate_on_zipf_traffic_equals_theory():
+    """One expert per token: the n likeliest hit with the sum of their probabilities, n random ones with n / total."""
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
     count = LAYERS * EXPERTS * 9 // 10
     traffic = Traffic(shares, 1, seed=5)
@@ -58,12 +58,12 @@ def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
     best = shares.flatten().sort(descending=True).values[:count].sum() / LAYERS
     found = hit_rate(trace, usage.hottest(count))
     assert found == pytest.approx(float(best), abs=0.01), "frequency placement reaches the optimum"
-    by_chance = [hit_rate(trace, some_resident(LAYERS, EXPERTS, 0.9, seed)) for seed in range(8)]
-    assert sum(by_chance) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits with its share"
-    assert 1 - found < 0.25 * (1 - sum(by_chance) / 8), "and misses several times as often"
+    random_rates = [hit_rate(trace, some_resident(LAYERS, EXPERTS, 0.9, seed)) for seed in range(8)]
+    assert sum(random_rates) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits with its share"
+    assert 1 - found < 0.25 * (1 - sum(random_rates) / 8), "and a random set misses several times as often"
 
 
-def test_exchanges_find_the_best_set_and_then_rest():
+def test_swaps_converge_to_the_best_set():
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
     count = LAYERS * EXPERTS // 2
     usage = ExpertUsage(LAYERS, EXPERTS, half_life=4000)
@@ -81,7 +81,7 @@ def test_exchanges_find_the_best_set_and_then_rest():
     assert sum(begun[:200]) > 20 and sum(begun[-100:]) <= 2, "experts of about equal use are not swapped"
 
 
-def test_equal_experts_stay_where_they_are():
+def test_equally_used_experts_are_not_swapped():
     flat = torch.full((LAYERS, EXPERTS), 1 / EXPERTS)
     _, begun = run_policy(
         ExpertUsage(LAYERS, EXPERTS), some_resident(LAYERS, EXPERTS, 0.5), Traffic(flat, 4, seed=2), 300
@@ -89,7 +89,7 @@ def test_equal_experts_stay_where_they_are():
     assert sum(begun) == 0
 
 
-def test_a_change_of_traffic_is_followed():
+def test_placement_adapts_to_changed_traffic():
     first, second = zipf(LAYERS, EXPERTS, 1.2, seed=3), zipf(LAYERS, EXPERTS, 1.2, seed=4)
     usage = ExpertUsage(LAYERS, EXPERTS, half_life=1500)
     resident, _ = run_policy(usage, some_resident(LAYERS, EXPERTS, 0.3), Traffic(first, 2, seed=1), 300)
@@ -100,7 +100,7 @@ def test_a_change_of_traffic_is_followed():
     assert found > best - 0.07 and found > stale + 0.2, (stale, found, best)
 
 
-def test_known_counts_decide_where_experts_begin():
+def test_initial_counts_decide_the_initial_placement():
     reads = torch.zeros(2, 4, dtype=torch.int64)
     reads[1, 3], reads[0, 2] = 90, 80
     usage = ExpertUsage(2, 4, ExpertCounts(reads, 100))
@@ -108,14 +108,14 @@ def test_known_counts_decide_where_experts_begin():
     assert ExpertUsage(2, 4).hottest(3).tolist() == [
         [True, True, False, False],
         [True, False, False, False],
-    ], "layers in turn"
-    assert ExpertUsage(2, 4).swaps(torch.eye(2, 4, dtype=torch.bool), 5) == [], "nothing is known yet"
+    ], "layers are filled in turn"
+    assert ExpertUsage(2, 4).swaps(torch.eye(2, 4, dtype=torch.bool), 5) == [], "no counts yet"
     long = ExpertUsage(2, 4, ExpertCounts(reads * 10**6, 100 * 10**6), half_life=1000)
     long.add(torch.ones(2, 4), 1)
     assert 900 < long.counts().steps <= 1001, "old counts are limited to a half-life"
 
 
-def test_what_is_learnt_can_be_saved_and_used(tmp_path):
+def test_saved_counts_restore_the_placement(tmp_path):
     usage = ExpertUsage(LAYERS, EXPERTS)
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
     usage.add(Traffic(shares, 2, seed=4).reads(3000), 3000)
@@ -143,17 +143,17 @@ def answers(network, placement, prompts):
 
 
 @pytest.mark.parametrize("prefetch", ["chunks", "always", "never"])
-def test_an_engine_answers_the_same_while_its_experts_move(model, prefetch):
+def test_outputs_are_equal_while_experts_move(model, prefetch):
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (9, 30)]
     true = answers(model, None, prompts)
-    mine, store = offloaded_model(model, 0.5, spare=6)
+    offloaded, store = offloaded_model(model, 0.5, spare=6)
     first = store.resident()
     placement = Placement(
-        store, _Restless(2, 8), mine.hash_routing_tables(), interval=1, max_swaps=3, prefetch=prefetch
+        store, _AlwaysSwap(2, 8), offloaded.hash_routing_tables(), interval=1, max_swaps=3, prefetch=prefetch
     )
-    assert answers(mine, placement, prompts) == true
+    assert answers(offloaded, placement, prompts) == true
     report = placement.report()
-    assert report["exchanged"] > 5 and not torch.equal(store.resident(), first), "they did move"
+    assert report["exchanged"] > 5 and not torch.equal(store.resident(), first), "experts were swapped"
     assert report["experts"] == 16 and report["experts_on_device"] == 8 == int(store.resident().sum())
     assert report["reads"] == int(store.read_counts.sum()) > 0 and 0 < report["share_of_reads_on_device"] < 1
     assert not any(cached.refcount for cached in store._cached.values())
@@ -168,29 +168,29 @@ def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer
     core.close()
 
 
-def test_passes_of_another_thread_are_not_disturbed(model):
+def test_traces_of_another_thread_are_not_affected_by_swaps(model):
     """Traces of another thread read experts that engine steps move."""
-    mine, store = offloaded_model(model, 0.4, spare=3)
+    offloaded, store = offloaded_model(model, 0.4, spare=3)
     ids = random_tokens(SMALL, 20).to(DEVICE)
     with torch.no_grad():
         true = model(ids)
-    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), interval=1, max_swaps=3)
+    placement = Placement(store, _AlwaysSwap(2, 8), offloaded.hash_routing_tables(), interval=1, max_swaps=3)
     wrong: list[int] = []
 
-    def look():
+    def run_traces():
         with torch.no_grad():
-            wrong.extend(turn for turn in range(scaled(60, 15)) if not torch.equal(mine(ids), true))
+            wrong.extend(turn for turn in range(scaled(60, 15)) if not torch.equal(offloaded(ids), true))
 
-    other = threading.Thread(target=look)
+    other = threading.Thread(target=run_traces)
     other.start()
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (9, 30)]
-    found = answers(mine, placement, prompts)
+    found = answers(offloaded, placement, prompts)
     other.join()
     assert found == answers(model, None, prompts) and not wrong
 
 
-class _Restless(ExpertUsage):
-    """Swaps unconditionally, whatever the rates."""
+class _AlwaysSwap(ExpertUsage):
+    """Swaps unconditionally, regardless of the rates."""
 
     def swaps(self, resident, limit):
         hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()
@@ -204,8 +204,8 @@ class _Restless(ExpertUsage):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's counters come when they come")
 def test_counters_are_read_every_few_steps_and_never_twice(model):
-    mine, store = offloaded_model(model, 0.5)
-    placement = Placement(store, ExpertUsage(2, 8), mine.hash_routing_tables(), interval=4)
+    offloaded, store = offloaded_model(model, 0.5)
+    placement = Placement(store, ExpertUsage(2, 8), offloaded.hash_routing_tables(), interval=4)
     for step in range(1, 13):
         placement.before_step([1], chunk=False)
         store.count_reads(torch.tensor([[[step % 8]], [[3]]], dtype=torch.int32))

@@ -39,14 +39,14 @@ def model():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("share", SHARES)
-def test_a_prompt_gives_the_same_bits_at_any_share(model, share):
-    mine, store = offloaded_model(model, share)
+def test_prefill_is_bit_identical_at_any_share(model, share):
+    offloaded, store = offloaded_model(model, share)
     tokens = random_tokens(SMALL, 40).to(DEVICE)
-    assert torch.equal(mine(tokens), model(tokens))
+    assert torch.equal(offloaded(tokens), model(tokens))
     assert not any(cached.refcount for cached in store._cached.values()), "every copy was released"
 
 
-def stand_behind(model, tokens) -> State:
+def state_after(model, tokens) -> State:
     """A state after these tokens, computed by the plain path."""
     state = State.contiguous(SHORT, 1, 128, device=DEVICE)
     model.run(Batch.of([SequenceChunk(0, 0, tokens)], DEVICE), state, NoTap())
@@ -67,21 +67,21 @@ def short():
     """A model of two layers, some tokens, and the kernels' logits for the last of them."""
     model, tokens = packed_model(SHORT), random_tokens(SHORT, 11)
     with torch.inference_mode():
-        return model, tokens, decoded(model, stand_behind(model, tokens[:10]), int(tokens[10]), 10)
+        return model, tokens, decoded(model, state_after(model, tokens[:10]), int(tokens[10]), 10)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("share", scaled(SHARES, (0.5, 0.0)))
-def test_a_decoding_step_gives_the_same_bits_at_any_share(short, share):
+def test_a_decode_step_is_bit_identical_at_any_share(short, share):
     """Through the table, after a swap; both paths count the same reads."""
     model, tokens, true = short
-    mine, store = offloaded_model(model, share)
-    states = [stand_behind(mine, tokens[:10]) for _ in range(2)]
+    offloaded, store = offloaded_model(model, share)
+    states = [state_after(offloaded, tokens[:10]) for _ in range(2)]
     _exchange_one(store)
     store.read_counts.zero_()
-    assert torch.equal(decoded(mine, states[0], int(tokens[10]), 10), true)
+    assert torch.equal(decoded(offloaded, states[0], int(tokens[10]), 10), true)
     by_kernels = store.read_counts.clone()
-    mine.run(Batch.of([SequenceChunk(0, 10, tokens[10:])], DEVICE), states[1], NoTap())
+    offloaded.run(Batch.of([SequenceChunk(0, 10, tokens[10:])], DEVICE), states[1], NoTap())
     assert torch.equal(store.read_counts, 2 * by_kernels)
     assert by_kernels.sum(-1).tolist() == [SHORT.num_experts_per_tok] * 2
 
@@ -96,18 +96,18 @@ def _exchange_one(store):
 
 @torch.inference_mode()
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts copies of the CPU's copy_stream")
-def test_a_cold_expert_is_copied_once_for_a_chunk(model):
+def test_a_cold_expert_is_copied_once_per_chunk(model):
     copy_stream = Counting()
-    mine, store = offloaded_model(model, 0.25, spare=3, copy_stream=copy_stream)
+    offloaded, store = offloaded_model(model, 0.25, spare=3, copy_stream=copy_stream)
     cold = int((~store.resident()).sum())
-    mine(random_tokens(SMALL, 300).to(DEVICE))
-    asked = int((store.read_counts[~store.resident()] == 1).sum())
-    assert store.read_counts.max() == 1 and cold - 2 <= asked <= cold, "a chunk that uses nearly every expert"
-    assert len(copy_stream.sources) == len(set(copy_stream.sources)) == asked
+    offloaded(random_tokens(SMALL, 300).to(DEVICE))
+    used = int((store.read_counts[~store.resident()] == 1).sum())
+    assert store.read_counts.max() == 1 and cold - 2 <= used <= cold, "a chunk that uses nearly every expert"
+    assert len(copy_stream.sources) == len(set(copy_stream.sources)) == used
 
 
 @pytest.mark.parametrize("spare", [1, 2, 5])
-def test_waves_show_each_expert_on_the_device_in_turn(model, spare):
+def test_waves_copy_each_expert_to_the_device_in_turn(model, spare):
     _, store = offloaded_model(model, 0.4, spare=spare)
     first, last = store.slots.data_ptr(), store.slots.data_ptr() + store.slots.numel()
     for layer in range(3):
@@ -120,7 +120,7 @@ def test_waves_show_each_expert_on_the_device_in_turn(model, spare):
     assert store.available_slots() == store.spare, "no copy is in use after the layers"
 
 
-def test_an_expert_that_is_moving_is_read_at_home(model):
+def test_an_expert_in_a_swap_is_read_at_its_home(model):
     """The cold expert of a swap in progress cannot be cached; the chunk reads it at its home."""
     _, store = offloaded_model(model, 0.5, copy_stream=_Never())
     hot, cold = (tuple(found.nonzero()[0].tolist()) for found in (store.resident(), ~store.resident()))
@@ -136,8 +136,8 @@ class _Never(HostCopy):
 
 
 def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
-    mine, store = offloaded_model(model, 0.0, spare=16)
-    tables = {0: mine.layers[0].ffn.gate.tid2eid.cpu()}
+    offloaded, store = offloaded_model(model, 0.0, spare=16)
+    tables = {0: offloaded.layers[0].ffn.gate.tid2eid.cpu()}
     prefetch = HashRoutePrefetch(store, tables)
     tokens = [3, 400, 3]
     expected = sorted({(0, number) for token in tokens for number in tables[0][token].tolist()})
@@ -148,7 +148,7 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     assert all(first <= int(store.table[expert][0]) < last for expert in expected), "they are in the table"
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=DEVICE)
-        assert torch.equal(mine(ids), model(ids))
+        assert torch.equal(offloaded(ids), model(ids))
     prefetch.release()
     assert store.available_slots() == 16
     _, narrow = offloaded_model(model, 0.0, spare=2)
@@ -159,11 +159,11 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
 
 @torch.inference_mode()
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
+def test_a_captured_step_is_bit_identical_while_experts_are_swapped(short):
     """Copies on another stream during replays: no replay reads an incomplete expert."""
     model, tokens, true = short
-    mine, store = offloaded_model(model, 0.5, spare=4)
-    decoder = Decoder(mine, stand_behind(mine, tokens[:10]), fast=False)
+    offloaded, store = offloaded_model(model, 0.5, spare=4)
+    decoder = Decoder(offloaded, state_after(offloaded, tokens[:10]), fast=False)
     buffers = decoder.buffers(1, 128)
     buffers.token_ids.fill_(int(tokens[10]))
     buffers.positions.fill_(10)

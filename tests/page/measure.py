@@ -95,7 +95,7 @@ def answers(tab: Tab, count: int, tokens: int = 120) -> list[int]:
     for _ in range(count - 1):
         with tab.page.expect_response(lambda answer: "/v1/chat/completions" in answer.url):
             tab.page.click("#retry")
-        tab.page.wait_for_timeout(200)  # by then the page shows that it is busy
+        tab.page.wait_for_timeout(200)  # long enough for the page to show that it is busy
         tab.done()
         heap.append(heap_bytes(tab))
     return heap

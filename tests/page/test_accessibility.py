@@ -43,7 +43,7 @@ def walk_to(tab, name: str) -> None:
     raise AssertionError(f"{name} is not in the list")
 
 
-def test_the_bench_can_be_walked_by_keyboard(open_tab, server):
+def test_the_steer_view_can_be_used_by_keyboard(open_tab, server):
     rows = {"mhc_streams_pre_attn": {"3": [0.5] * (4 * 384)}}
     server.post("v1/steering/modules/register", {"name": "keys", "replace": True, "vectors": rows})
     tab = open_tab()

@@ -87,13 +87,13 @@ def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
         other.close()
 
 
-def test_a_cut_link_is_said_to_be_cut(open_tab, server):
+def test_a_truncated_link_is_reported(open_tab, server):
     tab = open_tab(server.url + "#r=eyJhIjo")
     tab.page.wait_for_selector("#banner:has-text('cannot be read')")
     assert not tab.faults
 
 
-def test_stopping_keeps_what_was_said(open_tab):
+def test_stopping_keeps_the_partial_output(open_tab):
     tab = open_tab()
 
     def without_end(route):
@@ -117,7 +117,7 @@ def locked(tmp_path):
     server.stop()
 
 
-def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):
+def test_a_missing_key_is_requested_and_the_page_survives_a_restart(chromium, locked):
     tab = Tab(chromium, locked.url)
     try:
         tab.page.wait_for_selector("#banner:has-text('requires an API key')")

@@ -38,7 +38,7 @@ def test_nothing_is_wider_than_the_window(open_tab, width):
     assert not tab.faults
 
 
-def test_a_large_picture_moves_without_reading_its_values_again(open_tab):
+def test_panning_a_large_heat_map_does_not_read_its_values_again(open_tab):
     """The cost of a frame does not depend on the number of cells: panning redraws a bitmap and reads no values."""
     tab = open_tab()
     show_large(tab)
@@ -46,12 +46,12 @@ def test_a_large_picture_moves_without_reading_its_values_again(open_tab):
     before = tab.page.evaluate("JSON.stringify(window.large.view)")
     drag_and_zoom(tab, 2)
     assert painted == 512 * 86 == tab.page.evaluate("window.valueReads")
-    assert tab.page.evaluate("JSON.stringify(window.large.view)") != before, "the picture has moved"
+    assert tab.page.evaluate("JSON.stringify(window.large.view)") != before, "the heat map has moved"
     print("frames a second:", frames(open_tab(), 2), "first paint, ms:", first_paint(open_tab()))
     assert not tab.faults
 
 
-def test_answers_one_after_another_leave_no_heap_behind(open_tab):
+def test_consecutive_responses_do_not_grow_the_heap(open_tab):
     tab = open_tab()
     heap = answers(tab, scaled(200, 4), scaled(120, 24))
     print("heap after each answer, MB:", [round(size / 1e6, 2) for size in heap])

@@ -50,7 +50,7 @@ def test_a_live_answer_fills_every_panel(answered):
     assert not tab.faults
 
 
-def test_the_pinned_token_is_the_same_everywhere(answered):
+def test_the_pinned_token_is_the_same_in_every_panel(answered):
     tab = answered
     tokens = tab.page.locator('[data-strip="answer"] .tok')
     contents = set()
@@ -107,10 +107,10 @@ def copied(tab, words):
         if words in text:
             return text
         tab.page.wait_for_timeout(50)
-    raise AssertionError(f"{words} never came; the clipboard has {text[:200]!r}")
+    raise AssertionError(f"{words} never appeared; the clipboard contains {text[:200]!r}")
 
 
-def test_copied_data_and_python_are_what_is_shown(answered):
+def test_copied_data_and_python_match_the_panels(answered):
     tab = answered
     tab.page.locator('[data-strip="answer"] .tok').nth(3).click()
     panel(tab, "film").get_by_text("Copy data").click()
@@ -119,7 +119,7 @@ def test_copied_data_and_python_are_what_is_shown(answered):
     compile(copied(tab, "engine.trace"), "copied", "exec")
 
 
-def test_an_error_is_shown_in_words(open_tab):
+def test_an_error_is_shown_with_its_message(open_tab):
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "99999")
     tab.page.keyboard.press("Tab")
@@ -134,7 +134,7 @@ def test_an_error_is_shown_in_words(open_tab):
     assert not tab.faults
 
 
-def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
+def test_the_steer_view_steers_and_marks_differing_tokens(open_tab, server):
     """A vector made on the page changes the output; moving the slider runs one pair at a time and the last wins."""
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "20")
@@ -160,35 +160,38 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
         " && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
         timeout=60000,
     )
-    plain, pushed = tab.page.inner_text('[data-strip="plain"]'), tab.page.inner_text('[data-strip="steered"]')
-    assert plain != pushed
+    plain, steered = (
+        tab.page.inner_text('[data-strip="plain"]'),
+        tab.page.inner_text('[data-strip="steered"]'),
+    )
+    assert plain != steered
     assert tab.page.locator(".tok.differs").count() > 0
     assert "norm growth" in tab.page.inner_text(".health")
     requests.clear()
     slider.focus()
     start = time.monotonic()
-    for _ in range(12):  # a drag: a run starts only when the slider rests, and cancels the previous one
+    for _ in range(12):  # a drag: a run starts only when the slider pauses, and cancels the previous one
         tab.page.keyboard.press("ArrowLeft")
         tab.page.wait_for_timeout(60)
     last = float(slider.input_value())
 
-    def the_last_was_asked_for():
+    def last_value_was_requested():
         return requests and abs(requests[-1].post_data_json["interventions"][0]["scale"] - last) < 1e-9
 
     for _ in range(600):
-        if the_last_was_asked_for():
+        if last_value_was_requested():
             break
         tab.page.wait_for_timeout(100)
-    assert the_last_was_asked_for()
-    rested = (time.monotonic() - start) / 0.18  # upper bound on the number of rests
-    assert len(requests) <= rested + 1, "pairs were asked for while the slider still moved"
+    assert last_value_was_requested()
+    pauses = (time.monotonic() - start) / 0.18  # upper bound on the number of pauses
+    assert len(requests) <= pauses + 1, "requests were sent while the slider was moving"
     tab.page.wait_for_function(
         "() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000
     )
     assert not tab.faults
 
 
-def test_an_empty_bench_says_what_is_missing(open_tab):
+def test_an_empty_steer_view_states_what_is_missing(open_tab):
     tab = open_tab()
     tab.page.click("#tab-steer")
     tab.page.click("#steer-run")
@@ -196,7 +199,7 @@ def test_an_empty_bench_says_what_is_missing(open_tab):
     assert not tab.faults
 
 
-def test_another_token_branches_and_retry_draws_again(open_tab):
+def test_choosing_an_alternative_token_branches_and_retry_samples_again(open_tab):
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "14")
     tab.page.keyboard.press("Tab")
@@ -214,5 +217,5 @@ def test_another_token_branches_and_retry_draws_again(open_tab):
     tab.page.click("#retry")
     tab.page.wait_for_function(f"() => {begins} <= {position}", timeout=30000)
     tab.done()
-    assert tab.page.inner_text('[data-strip="answer"]') != first, "another seed said the same"
+    assert tab.page.inner_text('[data-strip="answer"]') != first, "another seed gave the same output"
     assert not tab.faults

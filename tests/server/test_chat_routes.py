@@ -16,7 +16,7 @@ def engine():
         yield loaded
 
 
-def test_an_answer_is_the_one_python_gives(served, engine):
+def test_a_response_equals_the_python_output(served, engine):
     answer = served.post("/v1/chat/completions", ASK)
     expected = engine.chat(ASK["messages"], temperature=0, max_tokens=30)
     body = answer.json()
@@ -30,7 +30,7 @@ def test_an_answer_is_the_one_python_gives(served, engine):
     )
 
 
-def test_a_stream_follows_the_rules_and_joins_to_the_answer(served):
+def test_a_stream_follows_the_protocol_and_joins_to_the_response(served):
     whole = served.chat(**ASK | {"text": "Hello, who are you?"} | {"messages": ASK["messages"]})
     chunks = served.events("/v1/chat/completions", {**ASK, "stream_options": {"include_usage": True}})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]

@@ -72,9 +72,19 @@ def test_openai_chat_whole_and_streamed(client):
 
 
 def test_openai_n_seed_stop_and_logprobs(client):
-    ask = {**ASK, "messages": user("Tell me a story."), "temperature": 1, "seed": 5, "n": 3, "max_tokens": 12}
-    ask |= {"logprobs": True, "top_logprobs": 2}
-    first, again = client.chat.completions.create(**ask), client.chat.completions.create(**ask)
+    request_body = {
+        **ASK,
+        "messages": user("Tell me a story."),
+        "temperature": 1,
+        "seed": 5,
+        "n": 3,
+        "max_tokens": 12,
+    }
+    request_body |= {"logprobs": True, "top_logprobs": 2}
+    first, again = (
+        client.chat.completions.create(**request_body),
+        client.chat.completions.create(**request_body),
+    )
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) > 1
     entry = first.choices[0].logprobs.content[0]
@@ -86,7 +96,7 @@ def test_openai_n_seed_stop_and_logprobs(client):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openai_tool_round_trip(client, streamed):
-    ask = {
+    request_body = {
         **ASK,
         "messages": user("What is the weather?"),
         "tools": TOOLS,
@@ -95,10 +105,10 @@ def test_openai_tool_round_trip(client, streamed):
         "max_tokens": 200,
     }
     if streamed:
-        with client.chat.completions.stream(**ask) as stream:
+        with client.chat.completions.stream(**request_body) as stream:
             message = stream.get_final_completion().choices[0]
     else:
-        message = client.chat.completions.create(**ask).choices[0]
+        message = client.chat.completions.create(**request_body).choices[0]
     assert message.finish_reason == "tool_calls" and not message.message.content
     (call,) = message.message.tool_calls
     arguments = json.loads(call.function.arguments)
@@ -109,12 +119,12 @@ def test_openai_tool_round_trip(client, streamed):
         "function": call.function.model_dump(include={"name", "arguments"}),
     }
     back = [
-        *ask["messages"],
+        *request_body["messages"],
         {"role": "assistant", "content": None, "tool_calls": [reply]},
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
     closed = client.chat.completions.create(
-        **{**ask, "messages": back, "tool_choice": "auto", "max_tokens": 8}
+        **{**request_body, "messages": back, "tool_choice": "auto", "max_tokens": 8}
     )
     assert closed.choices[0].finish_reason in ("stop", "length") and "DSML" not in (
         closed.choices[0].message.content or ""
@@ -134,7 +144,7 @@ def test_openai_json(client):
     assert thinking.choices[0].finish_reason == "length" or Person.model_validate_json(reply.content)
 
 
-def test_openai_reasoning_comes_apart(client):
+def test_openai_reasoning_is_separate(client):
     completion = client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20})
     message = completion.choices[0].message
     assert message.reasoning_content == message.reasoning and message.reasoning
@@ -228,38 +238,38 @@ def test_openai_responses(client):
 
 
 def test_anthropic_whole_and_streamed(claude):
-    ask = {
+    request_body = {
         "model": "nano",
         "max_tokens": 30,
         "extra_body": {"temperature": 0},
         "messages": user("Hello, who are you?"),
     }
-    whole = claude.messages.create(**ask)
+    whole = claude.messages.create(**request_body)
     assert (
         whole.content[0].type == "text" and whole.stop_reason == "end_turn" and whole.usage.output_tokens > 0
     )
-    with claude.messages.stream(**ask) as stream:
+    with claude.messages.stream(**request_body) as stream:
         text, final = "".join(stream.text_stream), stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text and final.stop_reason == "end_turn"
     assert final.usage.output_tokens == whole.usage.output_tokens
-    counted = claude.messages.count_tokens(model="nano", messages=ask["messages"])
+    counted = claude.messages.count_tokens(model="nano", messages=request_body["messages"])
     assert counted.input_tokens == whole.usage.input_tokens
-    stopped = claude.messages.create(**ask, stop_sequences=["model"])
+    stopped = claude.messages.create(**request_body, stop_sequences=["model"])
     assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "model"
-    assert claude.messages.create(**{**ask, "max_tokens": 2}).stop_reason == "max_tokens"
+    assert claude.messages.create(**{**request_body, "max_tokens": 2}).stop_reason == "max_tokens"
 
 
-def test_anthropic_thinking_comes_in_its_own_block(claude):
-    ask = {
+def test_anthropic_thinking_is_a_separate_block(claude):
+    request_body = {
         "model": "nano",
         "max_tokens": 30,
         "extra_body": {"temperature": 0},
         "messages": user("Hello, who are you?"),
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
-    whole = claude.messages.create(**ask)
+    whole = claude.messages.create(**request_body)
     assert whole.content[0].type == "thinking" and whole.content[0].thinking
-    with claude.messages.stream(**ask) as stream:
+    with claude.messages.stream(**request_body) as stream:
         final = stream.get_final_message()
     assert final.content[0].thinking == whole.content[0].thinking
 
@@ -267,7 +277,7 @@ def test_anthropic_thinking_comes_in_its_own_block(claude):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropic_tool_round_trip(claude, streamed):
     tool = {"name": WEATHER["name"], "description": "w", "input_schema": WEATHER["parameters"]}
-    ask = {
+    request_body = {
         "model": "nano",
         "max_tokens": 200,
         "extra_body": {"temperature": 0},
@@ -276,10 +286,10 @@ def test_anthropic_tool_round_trip(claude, streamed):
         "tool_choice": {"type": "tool", "name": "get_weather"},
     }
     if streamed:
-        with claude.messages.stream(**ask) as stream:
+        with claude.messages.stream(**request_body) as stream:
             answer = stream.get_final_message()
     else:
-        answer = claude.messages.create(**ask)
+        answer = claude.messages.create(**request_body)
     (block,) = answer.content
     assert (
         answer.stop_reason == "tool_use"
@@ -288,12 +298,12 @@ def test_anthropic_tool_round_trip(claude, streamed):
     )
     result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
     back = [
-        *ask["messages"],
+        *request_body["messages"],
         {"role": "assistant", "content": answer.content},
         {"role": "user", "content": [result]},
     ]
     closed = claude.messages.create(
-        **{**ask, "messages": back, "tool_choice": {"type": "auto"}, "max_tokens": 8}
+        **{**request_body, "messages": back, "tool_choice": {"type": "auto"}, "max_tokens": 8}
     )
     assert closed.stop_reason in ("end_turn", "max_tokens")
 

@@ -65,7 +65,7 @@ def served(engine, work):
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
 )
-def test_e1_no_memory_ends_one_request(tiny, error):
+def test_e1_out_of_memory_ends_one_request(tiny, error):
     async def work(client, async_engine):
         fine = (await client.post("/v1/completions", json=ASK)).json()["choices"][0]["token_ids"]
         places = [(layer, call) for layer in range(len(tiny.model.layers)) for call in range(3)]
@@ -84,7 +84,7 @@ def test_e1_no_memory_ends_one_request(tiny, error):
     served(tiny, work)
 
 
-def test_e6_a_defect_in_the_model_tells_no_secrets(tiny):
+def test_e6_an_error_in_the_model_leaks_no_details(tiny):
     async def work(client, async_engine):
         for stream in (False, True):
             trap = Trap(tiny.model, 2, 1, ValueError("secret at /usr/lib/secret.py 0x7f00deadbeef"))
@@ -99,7 +99,7 @@ def test_e6_a_defect_in_the_model_tells_no_secrets(tiny):
     served(tiny, work)
 
 
-def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
+def test_e3_a_stopped_engine_is_reported_as_unhealthy(tiny):
     async def work(client, async_engine):
         async_engine.stop_driver()
         assert (await client.get("/health")).status_code == 503 and (
@@ -111,7 +111,7 @@ def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
     served(tiny, work)
 
 
-def test_a_checkpoint_without_text_serves_token_ids(tmp_path):
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path):
     async def work(client, async_engine):
         response = (await client.post("/v1/completions", json=ASK)).json()
         assert response["choices"][0]["text"] == "" and len(response["choices"][0]["token_ids"]) == 3

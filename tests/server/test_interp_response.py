@@ -238,7 +238,7 @@ def test_a_capture_is_pending_until_it_is_waited_for(served):
     assert served.get(f"/v1/interp/captures/{response['id']}?wait=20").json()["status"] == "ok"
 
 
-def test_captures_that_cannot_be_are_refused_by_field(served):
+def test_invalid_captures_are_refused_with_their_field(served):
     def refused(**capture):
         answer = served.post(CHAT, {"messages": MESSAGES, "max_tokens": 4, "capture": capture})
         assert answer.status_code == 400, answer.text
@@ -260,7 +260,7 @@ def test_captures_that_cannot_be_are_refused_by_field(served):
     assert merged["capture_results"]["memory"]["status"] == "ok" and "extra_body" in merged["warnings"][0]
 
 
-def test_signals_ride_along_whole_and_streamed(served, engine):
+def test_signals_are_returned_complete_and_streamed(served, engine):
     expected = engine.chat(MESSAGES, signals=["res_mix", "stream_norm", "experts"], **SHARED)
     body = {"messages": MESSAGES, **SHARED, "signals": ["res_mix", "stream_norm", "experts"]}
     assert served.post(CHAT, body).json()["signals"] == json.loads(json.dumps(expected.signals))
@@ -270,13 +270,16 @@ def test_signals_ride_along_whole_and_streamed(served, engine):
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "signals[0]"
 
 
-def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
+def test_selected_blocks_are_returned_and_equal_python(served, engine):
     """Complete and streamed; each prompt is new to both sides, so that both prefill it in one step."""
-    ask = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "signals": ["blocks", "head_mix"]}
+    body_fields = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "signals": ["blocks", "head_mix"]}
     for animal in ("hen", "cow"):
         ids = engine.encode_chat(user(f"Tell me a story about a fox and a {animal}. " * 26))
         assert len(ids) > 4 * engine.config.index_topk + 8  # more blocks than the indexer selects
-        expected, body = json.loads(json.dumps(engine.generate(ids, **ask).signals)), {"prompt": ids, **ask}
+        expected, body = (
+            json.loads(json.dumps(engine.generate(ids, **body_fields).signals)),
+            {"prompt": ids, **body_fields},
+        )
         if animal == "hen":
             response = served.post("/v1/completions", body).json()["signals"]
         else:
@@ -290,16 +293,16 @@ def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
         assert [frame["blocks"] for frame in response[prompt]] == [
             frame["blocks"] for frame in expected[prompt]
         ]
-        for theirs, ours in zip(response, expected):
-            assert theirs["head_mix"] == pytest.approx(ours["head_mix"], rel=1e-4)
-            for layer, spans in enumerate(theirs["blocks"]):
+        for http_frame, python_frame in zip(response, expected):
+            assert http_frame["head_mix"] == pytest.approx(python_frame["head_mix"], rel=1e-4)
+            for layer, spans in enumerate(http_frame["blocks"]):
                 assert (spans is None) == (engine.config.compress_ratios[layer] != 4)
                 if spans is not None:
-                    count = min((theirs["position"] + 1) // 4, engine.config.index_topk)
+                    count = min((http_frame["position"] + 1) // 4, engine.config.index_topk)
                     assert sum(stop - start for start, stop in spans) == count
 
 
-def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
+def test_a_stream_reports_prompt_progress_on_request(served):
     body = {
         "prompt": [1] * 2500,
         "max_tokens": 2,
@@ -310,8 +313,8 @@ def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
     def says(choice):
         return choice.get("text") or choice.get("delta", {}).get("content")
 
-    def progress(path, ask):
-        chunks = served.events(path, {**ask, "return_progress": True})
+    def progress(path, request_body):
+        chunks = served.events(path, {**request_body, "return_progress": True})
         reported = [
             (index, chunk["prompt_progress"])
             for index, chunk in enumerate(chunks)
@@ -416,7 +419,7 @@ def test_e6_a_module_removed_during_use(served, engine):
     assert gone.status_code == 400 and "brief" in gone.json()["error"]["message"]
 
 
-def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
+def test_a_patch_sweep_finds_the_deciding_position(served, engine):
     """Patching the final streams at the last token gives the source's value; earlier positions change nothing."""
     source, target = (engine.prompt_ids(text) for text in ("Once upon a", "He was very"))
     token, other = (int(engine.logits(ids)[-1].argmax()) for ids in (source, target))
@@ -439,14 +442,14 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
         and abs(response["grid"][0][1] - response["target"]) < 1e-3
     )
     kept = {"op": "patch", "at": {"hook": "mhc_streams_final", "layers": [7]}, "source": {"run": "sweep"}}
-    ask = {
+    request_body = {
         "prompt": target,
         "max_tokens": 1,
         "temperature": 0,
         "return_token_ids": True,
         "interventions": [kept],
     }
-    assert served.post("/v1/completions", ask).json()["choices"][0]["token_ids"] == [token]
+    assert served.post("/v1/completions", request_body).json()["choices"][0]["token_ids"] == [token]
     assert served.post("/v1/patch_sweep", body).status_code == 409
     anywhere = {**body, "hook": "mhc_streams_pre_attn", "run": None, "positions": [-1]}
     wide = served.post("/v1/patch_sweep", anywhere).json()
@@ -457,7 +460,7 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
         assert client.delete("/v1/patch_source/sweep").status_code == 200
         assert client.delete("/v1/patch_source/sweep").status_code == 404
         assert client.delete(f"/v1/patch_source/{wide['run']}").status_code == 200
-    assert served.post("/v1/completions", ask).status_code == 400
+    assert served.post("/v1/completions", request_body).status_code == 400
     assert served.post("/v1/patch_sweep", {**body, "positions": [200]}).status_code == 400
 
 
@@ -475,7 +478,7 @@ NEGATIVE = [
 ]
 
 
-def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engine):
+def test_two_sets_of_texts_are_contrasted_and_the_vector_is_saved(served, engine):
     """Table, best cell and vector equal Python's; a taken name and an unknown cell are refused."""
     where, body = "/v1/interp/contrast", {"positive": POSITIVE, "negative": NEGATIVE, "hook": STREAMS}
     rows = contrast_rows(engine, POSITIVE, NEGATIVE, STREAMS)
@@ -495,8 +498,8 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
     named = {**body, "name": "warmth", "layer": 5, "column": "stream 2"}
     assert served.post(where, named).json()["saved"] == "warmth"
     engine.modules["warmth"] = vector_of(engine, rows, [5], "mean_diff", [2])
-    ask = {"messages": MESSAGES, **SHARED, "return_token_ids": True}
-    steered = served.post(CHAT, {**ask, "steering_name": {"name": "warmth", "scale": 4}}).json()
+    request_body = {"messages": MESSAGES, **SHARED, "return_token_ids": True}
+    steered = served.post(CHAT, {**request_body, "steering_name": {"name": "warmth", "scale": 4}}).json()
     edit = Add("warmth", scale=4.0, path="carry")
     assert steered["choices"][0]["token_ids"] == engine.chat(MESSAGES, steer=[edit], **SHARED).token_ids
     assert steered["interp"]["rows_steered"] > 0
@@ -518,7 +521,7 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
     assert served.post("/v1/steering/modules/unregister", {"name": "warmth"}).status_code == 200
 
 
-def test_several_answers_have_files_of_their_own(served):
+def test_several_choices_have_separate_capture_files(served):
     spec = {
         "filesystem": {
             "request_id": "many",
@@ -535,7 +538,7 @@ def test_several_answers_have_files_of_their_own(served):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
-def test_the_call_in_the_documents_works_as_pasted(served, page):
+def test_the_documented_call_works(served, page):
     text = (ROOT / page).read_text()
     (call,) = re.findall(r"^curl -s localhost:8000.*?}'$", text, re.MULTILINE | re.DOTALL)
     words = shlex.split(call)

@@ -54,7 +54,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_e5_a_start_that_cannot_be_is_one_line(name):
+def test_e5_a_failed_start_prints_one_line(name):
     flags, status = STARTS[name]
     done = birkhoff("serve", "--port", "0", *flags)
     assert done.returncode == status and not done.stdout, done.stderr
@@ -62,7 +62,7 @@ def test_e5_a_start_that_cannot_be_is_one_line(name):
 
 
 @pytest.mark.parametrize("broken", [cut_short, missing])
-def test_e5_half_a_checkpoint(tmp_path, broken):
+def test_e5_an_incomplete_checkpoint(tmp_path, broken):
     done = birkhoff("serve", "--port", "0", "--model", str(broken(tmp_path)))
     assert done.returncode == 1 and no_trace_of_python(done.stderr) and b"safetensors" in done.stderr
 
@@ -73,7 +73,7 @@ def test_e5_a_port_that_is_taken():
     assert done.returncode == 2 and b"in use" in done.stderr
 
 
-def until_it_stops(running) -> None:
+def wait_until_draining(running) -> None:
     """Wait until the server drains: /ready fails or the port is closed."""
     until = time.monotonic() + 60
     with contextlib.suppress(httpx2.TransportError):
@@ -81,7 +81,7 @@ def until_it_stops(running) -> None:
             assert time.monotonic() < until, "the server did not react to the signal"
 
 
-def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
+def test_e4_on_a_signal_it_drains_requests_and_seals_captures(tmp_path):
     with serving(tmp_path) as running:
         capture = {
             "filesystem": {
@@ -104,7 +104,7 @@ def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
             for number, line in enumerate(answer.iter_lines()):
                 if number == 4:
                     running.process.send_signal(signal.SIGTERM)
-                    until_it_stops(running)
+                    wait_until_draining(running)
                     try:
                         refused = httpx2.post(running.url + CHAT, json=body, timeout=60).status_code
                     except httpx2.TransportError:
@@ -124,13 +124,13 @@ def test_e4_a_second_signal_does_not_wait(tmp_path):
         with running.http as client, client.stream("POST", CHAT, json=body) as answer:
             next(answer.iter_lines())
             running.process.send_signal(signal.SIGINT)
-            until_it_stops(running)
+            wait_until_draining(running)
             assert running.process.poll() is None  # it waits for the request
             running.process.send_signal(signal.SIGINT)
             assert running.process.wait(60) == 1
 
 
-def test_it_says_no_while_it_loads_and_one_url_when_it_is_ready(tmp_path):
+def test_it_is_not_ready_while_loading_and_prints_one_url(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()

@@ -72,19 +72,19 @@ def test_a_misspelt_setting_is_refused(tmp_path):
     ],
     ids=str,
 )
-def test_settings_that_make_no_sense(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(OptionError):
         ServerSettings(**wrong)
 
 
-def test_loopback_is_told_from_what_looks_like_it():
+def test_loopback_addresses_are_recognised():
     assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "[::1]", "127.8.9.10")))
     assert not any(map(is_loopback, ("0.0.0.0", "localhost.evil", "127.0.0.1.evil", "", "::", "1")))
     ServerSettings(host="0.0.0.0", api_key=("k",))
     ServerSettings(host="0.0.0.0", i_know_this_is_open=True)
 
 
-def test_the_log_is_one_line_a_call_and_keeps_control_characters_out():
+def test_the_log_has_one_line_per_call_without_control_characters():
     for form in ("text", "json"):
         out = io.StringIO()
         access_log = AccessLog(form, out)
@@ -136,7 +136,7 @@ def test_a_body_is_decoded_once_and_duplicate_keys_are_named(monkeypatch):
     assert parse_json(plain, 8) == odd
 
 
-def test_unknown_failures_tell_nothing():
-    told = to_api_error(RuntimeError("/usr/secret 0x7f00"))
-    assert told.status == 500 and "secret" not in told.message
+def test_unknown_errors_leak_no_details():
+    error = to_api_error(RuntimeError("/usr/secret 0x7f00"))
+    assert error.status == 500 and "secret" not in error.message
     assert to_api_error(MemoryError()).status == 503

@@ -35,9 +35,8 @@ def round_fp8(stack: Tensor) -> Tensor:
             f"an FP8 weight of {rows}x{columns} does not divide into {FP8_BLOCK}x{FP8_BLOCK} tiles. "
             "Train this config without rounding (--set round_share=0)."
         )
-    tiles = (
-        stack.float().unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
-    )  # [.., tr, 128, tc, 128]
+    # [.., tr, 128, tc, 128]
+    tiles = stack.float().unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
     exponent = _scale_exponent(tiles.abs().amax((-3, -1), keepdim=True), *FP8_LARGEST)
     rounded = (tiles * _power_of_two(-exponent)).to(torch.float8_e4m3fn).float() * _power_of_two(exponent)
     return rounded.flatten(-2).flatten(-3, -2)

@@ -329,9 +329,8 @@ def floor_bytes(decoder: Decoder, buffers: DecodeBuffers) -> dict[str, float]:
     c, layers = decoder.config, decoder.layers
     used = int((buffers.expert_slots[:, 2] > 0).sum())
     expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
-    streams = (
-        buffers.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)
-    )  # read, written, read again, output, input
+    # read, written, read again, output, input
+    streams = buffers.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)
     keys = {
         ratio: shares * size * c.head_dim * 2 * buffers.rows
         for ratio, (shares, size) in buffers.splits.items()

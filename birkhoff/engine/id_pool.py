@@ -21,9 +21,8 @@ class IdPool:
         self._refcounts = [0] * size
         self._kept = [False] * size
         self._protected: set[int] = set()
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # kept with refcount 0, least recently released first
+        # kept with refcount 0, least recently released first
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._idle_protected: OrderedDict[int, None] = OrderedDict()
 
     @property

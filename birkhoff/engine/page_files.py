@@ -41,9 +41,8 @@ class PageFiles:
         self.limit_bytes = limit_bytes
         self.written = self.refused = self.failures = 0
         self.protected: Collection[bytes] = ()  # keys that are deleted last
-        self._files: OrderedDict[Path, int] = (
-            OrderedDict()
-        )  # sizes of all models' pages, least recently used first
+        # sizes of all models' pages, least recently used first
+        self._files: OrderedDict[Path, int] = OrderedDict()
         self.held_bytes = 0
         with self._ignore_os_errors():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -132,10 +132,8 @@ class Runner:
         try:
             tap, outputs = self._compute(chunks, staging or self._stagings[0])
         except BaseException:
-            for (
-                plan,
-                position,
-            ) in delivered:  # nothing was delivered: recomputed tokens must deliver their rows
+            # Nothing was delivered: recomputed tokens must deliver their rows.
+            for plan, position in delivered:
                 plan.delivered_until = position
             raise
         self._deliver_previous()

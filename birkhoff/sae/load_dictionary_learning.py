@@ -51,9 +51,8 @@ def load_dictionary_learning(path: Path) -> dict[str, Any]:
         return {"activation": "relu", **w.arguments()}
     if kind == "batchtopk":
         return {"activation": "batchtopk", "threshold": _threshold(tensors, path), **w.arguments()}
-    k = (
-        int(tensors["k"]) if "k" in tensors else trainer.get("k")
-    )  # earlier versions have it in the config only
+    # earlier versions have it in the config only
+    k = int(tensors["k"]) if "k" in tensors else trainer.get("k")
     return {"activation": "topk", "k": k, "rectified": True, **w.arguments()}
 
 

@@ -26,9 +26,8 @@ def test_rows_are_those_of_a_plain_forward_pass(engine, hook, tokens):
             trace = engine.trace(engine.prompt_ids(text))
             for layer in rows.layers:
                 at = (HOOK, layer + 1) if hook == "mhc_streams_post_mlp" else (hook, layer)
-                row = (
-                    trace[at][1:].mean(0) if tokens == "mean" else trace[at][-1]
-                )  # without the begin-of-text token
+                # without the begin-of-text token
+                row = trace[at][1:].mean(0) if tokens == "mean" else trace[at][-1]
                 assert torch.allclose(kept[layer][number], row, atol=1e-4, rtol=1e-4)
 
 

@@ -105,9 +105,8 @@ class OpenFile:
         self._weight = 0
         self._begun = set[str]()
         self._payloads: dict[str, _Payload] = {}
-        self._cached: OrderedDict[str, _Payload] = (
-            OrderedDict()
-        )  # payloads with a descriptor, least recently used first
+        # payloads with a descriptor, least recently used first
+        self._cached: OrderedDict[str, _Payload] = OrderedDict()
         self.num_entries = 0
         self._journal = Journal(disk, os.path.join(self.directory, stem + JOURNAL))
         self._journal.add("open", {**header, "stem": stem, "atomic": atomic})

@@ -244,9 +244,8 @@ class CaptureWriter:
             os.path.join(full, stem + JOURNAL)
         ):  # of a failed capture that could not be removed
             repair_file(self._disk, self.root, full, stem + JOURNAL, RepairReport(), sync=options.fsync)
-        atomic = (
-            options.atomic_publish or header["replace"]
-        )  # the replaced capture stays until the new one is complete
+        # the replaced capture stays until the new one is complete
+        atomic = options.atomic_publish or header["replace"]
         return OpenFile(
             self._disk,
             self.root,

@@ -61,9 +61,8 @@ def _pool(
         total = tl.zeros([WIDTH], tl.float32)
         for first in range(0, OVERLAP * RATIO, ITEMS):
             item = first + tl.arange(0, ITEMS)
-            at = (
-                position + 1 - OVERLAP * RATIO + item
-            )  # with overlap: the first half of the older block first
+            # with overlap: the first half of the older block first
+            at = position + 1 - OVERLAP * RATIO + item
             half_offset = (item // RATIO) * WIDTH if OVERLAP == 2 else item * 0
             from_row = ring + (slot * ring_size + (at + ring_size) % ring_size) * ROW + half_offset
             valid = (at >= 0)[:, None]

@@ -23,9 +23,8 @@ def experts(x, w_in, hash_ids, bias, factor, gate_up, down, shared_down, limit, 
             logits[row, e] = projected[row, e]
         _route(logits[row], hash_ids, row, bias, factor, ids[row], weights[row])
 
-    max_pairs = (
-        count * ids.shape[1]
-    )  # a row may list one expert twice: in a hash table, or if its scores are NaN
+    # a row may list one expert twice: in a hash table, or if its scores are NaN
+    max_pairs = count * ids.shape[1]
     gate_up_rows = np.empty((max_pairs, 2 * inner), np.float32)
     z = np.empty((max_pairs, inner), np.float32)
     for row in range(count):

@@ -61,9 +61,8 @@ def test_statistics_do_not_depend_on_the_chunking(cuts, block):
     assert result.norm_max == pytest.approx(norms.max(), rel=1e-12)
     assert result.norm_rms == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-12)
     activations = DATA @ ENCODER + BIAS
-    clear = (
-        np.abs(activations - THRESHOLD).min(0) > 1e-3
-    )  # a row on the threshold may fall either way in float32
+    # a row on the threshold may fall either way in float32
+    clear = np.abs(activations - THRESHOLD).min(0) > 1e-3
     fired = activations > THRESHOLD
     assert (result.firing == fired.sum(0))[clear].all() and clear.sum() >= 5
     np.testing.assert_allclose(

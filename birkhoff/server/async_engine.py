@@ -265,7 +265,8 @@ class ActiveCall:
                 if event.last:
                     self._unfinished -= 1
                 if (
-                    event.tokens
+                    event.last
+                    or event.tokens
                     or event.parsed
                     or event.frames
                     or event.refused

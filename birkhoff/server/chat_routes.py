@@ -3,8 +3,8 @@
 The conversation is encoded with the model's own chat format; reasoning, content and tool calls are separated as the
 output is parsed. Streams follow OpenAI's rules: the first chunk of a choice carries the role; `finish_reason` is set
 once, in the last chunk of a choice; the id and name of a tool call are sent once, followed by pieces of its arguments;
-usage, if requested, is a chunk without choices; `[DONE]` ends the stream. An error after the first byte is an event
-with an `error` object. The concatenated deltas equal the message of the unstreamed response.
+usage, if requested, is the only chunk without choices; `[DONE]` ends the stream. An error after the first byte is an
+event with an `error` object. The concatenated deltas equal the message of the unstreamed response.
 """
 
 from __future__ import annotations
@@ -198,6 +198,9 @@ class ChatFormatter(ChoicesFormatter):
                 choice["token_ids"] = ids
             choices.append(choice)
         return choices
+
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        return _chunk_choice(index, {})
 
     def final_choice(self, index: int, request: Request) -> dict[str, Any]:
         choice = _chunk_choice(index, {})

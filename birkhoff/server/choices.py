@@ -4,6 +4,10 @@ The two routes differ in how one choice looks, complete and in chunks; subclasse
 rest: the choices followed by their unsteered twins, chunks merged into one packet when several are pending, response
 extras, usage if requested, and `[DONE]`. An error after the first byte is sent as an event. With `return_progress` a
 stream reports how much of the prompt has been computed until the first token arrives.
+
+Every chunk has a choice, so that clients can read `chunk.choices[0]`: progress and signals come with an empty one, the
+extras with the finishing one of the choice that ends last. Only the usage chunk of `include_usage` has none, as
+OpenAI's has.
 """
 
 from __future__ import annotations
@@ -52,6 +56,10 @@ class ChoicesFormatter(ABC):
         """The new output of one request, as choices of chunks."""
 
     @abstractmethod
+    def empty_choice(self, index: int) -> Json:
+        """The choice of a chunk that brings no output."""
+
+    @abstractmethod
     def final_choice(self, index: int, request: Request) -> Json:
         """The choice of a request's last chunk, which carries its `finish_reason`."""
 
@@ -73,13 +81,20 @@ class ChoicesFormatter(ABC):
 
     async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
         requests, _ = self._split(call)
+        unfinished = len(call.requests)
+        final_chunk: Json = {}
         pending = b""
         try:
             async for item in call.outputs(ping_seconds):
                 if item is None:
                     yield PING
                     continue
-                pending += self._output_chunks(*item, len(requests))
+                index, output = item
+                chunks = self._output_chunks(index, output, len(requests))
+                unfinished -= output.last
+                if not unfinished:
+                    final_chunk = chunks.pop()
+                pending += b"".join(map(format_event, chunks))
                 if pending and not call.has_pending:
                     yield pending
                     pending = b""
@@ -88,10 +103,10 @@ class ChoicesFormatter(ABC):
                 pending = b""
             if call.cancelled:
                 return  # the stream ends without an error and without [DONE]
-            yield self._chunk([], **await asyncio.to_thread(self._extras, call))
+            yield format_event(final_chunk | await asyncio.to_thread(self._extras, call))
             options = self._body.stream_options
             if options is not None and options.include_usage:
-                yield self._chunk([], usage=self._usage(requests))
+                yield format_event(self._chunk([], usage=self._usage(requests)))
         except Exception as error:
             yield pending + format_event(self._context.stream_error(error, call.id).as_json())
         yield DONE
@@ -101,25 +116,30 @@ class ChoicesFormatter(ABC):
         count = len(call.requests) // (2 if self._generations[0].baseline else 1)
         return call.requests[:count], call.requests[count:]
 
-    def _output_chunks(self, index: int, output: RequestOutput, choice_count: int) -> bytes:
+    def _output_chunks(self, index: int, output: RequestOutput, choice_count: int) -> list[Json]:
+        """The chunks of one output; that of the `finish_reason`, if it has ended, is the last."""
         if output.refused is not None:
             raise output.refused
         # Twins have indices of their own, because clients join deltas by index.
         extra: Json = {} if index < choice_count else {"baseline": True}
-        chunks = b""
+        chunks = []
         if output.computed_prompt_tokens is not None and self._body.return_progress:
-            chunks += self._chunk([], prompt_progress=_prompt_progress(output), index=index, **extra)
-        for choice in self.chunk_choices(index, output):
-            chunks += self._chunk([choice], **extra)
+            progress = _prompt_progress(output)
+            chunks.append(
+                self._chunk([self.empty_choice(index)], prompt_progress=progress, index=index, **extra)
+            )
+        chunks += [self._chunk([choice], **extra) for choice in self.chunk_choices(index, output)]
         if output.frames:
-            chunks += self._chunk([], signals=output.frames, index=index, **extra)
+            chunks.append(
+                self._chunk([self.empty_choice(index)], signals=output.frames, index=index, **extra)
+            )
         if output.last:
             raise_on_failure(output.request)
-            chunks += self._chunk([self.final_choice(index, output.request)], **extra)
+            chunks.append(self._chunk([self.final_choice(index, output.request)], **extra))
         return chunks
 
-    def _chunk(self, choices: list[Json], **more: Any) -> bytes:
-        return format_event({**self._chunk_head, "choices": choices, **more})
+    def _chunk(self, choices: list[Json], **more: Any) -> Json:
+        return {**self._chunk_head, "choices": choices, **more}
 
     def _usage(self, requests: tuple[Request, ...]) -> Json:
         """Usage summed over prompts; each prompt is counted once for all its choices."""

@@ -173,7 +173,7 @@ class CompletionFormatter(ChoicesFormatter):
             return []
         if self._echo and index not in self._text_offset:
             text = self._prompt_text(output.request) + text
-        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
+        choice = {**self.empty_choice(index), "text": text}
         offset = self._text_offset.setdefault(index, 0)
         if self._top_logprobs is not None:
             entries: list[TokenLogprob | int] = [
@@ -187,11 +187,12 @@ class CompletionFormatter(ChoicesFormatter):
             choice["token_ids"] = ids
         return [choice]
 
+    def empty_choice(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "finish_reason": None, "logprobs": None}
+
     def final_choice(self, index: int, request: Request) -> dict[str, Any]:
         return {
-            "index": index,
-            "text": "",
+            **self.empty_choice(index),
             "finish_reason": request.finish_reason,
-            "logprobs": None,
             "stop_reason": stop_reason(request),
         }

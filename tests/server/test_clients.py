@@ -71,6 +71,30 @@ def test_openai_chat_whole_and_streamed(client):
     assert final.choices[0].finish_reason == "stop"
 
 
+def test_openai_streams_in_the_plainest_loop(client):
+    """The loop of OpenAI's own examples reads `chunk.choices[0]` of every chunk."""
+    for extra in ({}, {"n": 2}, {"extra_body": {"signals": ["stream_norm"], "return_progress": True}}):
+        pieces, last = ["", ""], None
+        for chunk in client.chat.completions.create(**ASK, **extra, stream=True):
+            pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+            last = chunk
+        whole = client.chat.completions.create(**ASK, **extra)
+        assert pieces[: len(whole.choices)] == [choice.message.content for choice in whole.choices]
+        assert last.choices[0].finish_reason == "stop" and last.usage is None
+        assert last.timings["output_tokens"] == whole.timings["output_tokens"]
+
+    text = ""
+    ask = {"model": "nano", "prompt": "Once upon", "max_tokens": 6, "temperature": 0}
+    for chunk in client.completions.create(**ask, stream=True):
+        text += chunk.choices[0].text
+    assert text == client.completions.create(**ask).choices[0].text
+    assert chunk.choices[0].finish_reason == "length" and chunk.timings["output_tokens"] == 6
+
+    *others, usage = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert usage.choices == [] and usage.usage.completion_tokens == 6
+    assert all(chunk.choices for chunk in others)
+
+
 def test_openai_n_seed_stop_and_logprobs(client):
     request_body = {
         **ASK,
@@ -155,7 +179,7 @@ def test_openai_reasoning_is_separate(client):
     streamed = "".join(
         chunk.choices[0].delta.reasoning_content or ""
         for chunk in chunks
-        if chunk.choices and hasattr(chunk.choices[0].delta, "reasoning_content")
+        if hasattr(chunk.choices[0].delta, "reasoning_content")
     )
     assert streamed == message.reasoning
 
@@ -174,7 +198,7 @@ def test_openai_completions_and_models(client):
     pieces = client.completions.create(
         model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True
     )
-    assert "Once upon" + "".join(p.choices[0].text for p in pieces if p.choices) == completion.choices[0].text
+    assert "Once upon" + "".join(piece.choices[0].text for piece in pieces) == completion.choices[0].text
     assert [model.id for model in client.models.list()] == ["nano"] and client.models.retrieve(
         "nano"
     ).max_model_len > 0

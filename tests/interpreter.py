@@ -27,10 +27,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 __all__ = ["DEVICE", "attend", "compress", "experts", "index", "linear", "mhc", "packed_model"]
 
 
-def packed_model(config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+def packed_model(config, seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False) -> Transformer:
     """Random weights rounded to the released formats, kept as codes; on `DEVICE`."""
     source = weights_of(random_model(config, seed))
-    model = Transformer(config, Numerics(dtype), packed=True, mtp=False).to(DEVICE)
+    model = Transformer(config, Numerics(dtype), packed=True, mtp=mtp).to(DEVICE)
     scales: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for d in model.destinations():

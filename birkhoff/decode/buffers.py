@@ -80,8 +80,8 @@ class DecodeBuffers:
         self.attn_out = empty(rows, d)
         self.router_gate_up = empty(rows, c.n_routed_experts + 2 * inner)
         self.topk_ids = empty(
-            c.num_hidden_layers, rows, k, dtype=int32
-        )  # of all layers, for the usage counters
+            c.num_hidden_layers + 1, rows, k, dtype=int32
+        )  # of all layers and the MTP block, for the usage counters
         self.topk_weights = empty(rows, k)
         self.pair_order = empty(2, rows * k, dtype=int32)
         self.expert_slots = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=int32, device=device)

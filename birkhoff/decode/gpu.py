@@ -8,11 +8,14 @@ replayed. Whatever differs between sequences (lengths, pages, selected experts a
 Per layer: boundary (two launches), qkv projections, norm/rope/store, query projections, indexer if there are more
 entries than it keeps, attention (two), two output projections, boundary, router with the shared expert, routing (fused
 with the router for a single token), experts (two). Live taps add launches (`decode/taps.py`).
+
+A step that verifies draft tokens has one row per token: several rows of a slot, adjacent and at consecutive positions.
+`draft` launches the MTP block for such rows through the same layer functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +23,12 @@ import torch
 
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.layer_weights import LayerWeights, layer_weights
+from birkhoff.decode.mtp import MTPWeights, join_input, mtp_weights
 from birkhoff.decode.taps import (
     ATTENTION_SITES,
     EXPERT_SITES,
     NO_TAP,
+    DecodeTap,
     DecodeTaps,
     tap_input,
     tap_output,
@@ -35,6 +40,7 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
 
@@ -61,9 +67,9 @@ def unsupported_model(model: Transformer) -> str | None:
 def _store_spans(model: Transformer) -> list[tuple[int, int, int]]:
     """(first, stop, stored): layers first .. stop - 1 of the model are the layers from `stored` on in its store.
 
-    Usually one span."""
+    Usually one span. The MTP block counts as the layer after the last."""
     spans: list[tuple[int, int, int]] = []
-    for layer, stored in enumerate(stack.layer for stack in model.expert_stacks()[: len(model.layers)]):
+    for layer, stored in enumerate(stack.layer for stack in model.expert_stacks()):
         if spans and stored == spans[-1][2] + layer - spans[-1][0]:
             spans[-1] = (spans[-1][0], layer + 1, spans[-1][2])
         else:
@@ -89,6 +95,9 @@ class Decoder:
         self._store_spans = _store_spans(model) if self.store is not None else []
         with torch.no_grad():
             self.layers = [layer_weights(block) for block in model.blocks()]
+            self.mtp: MTPWeights | None = (
+                mtp_weights(model.mtp) if model.mtp is not None and state.mtp is not None else None
+            )
             self.head = model.head.packed_weight()
         device = state.device
         sliding, compressed = model.rope.sliding, model.rope.compressed
@@ -120,16 +129,69 @@ class Decoder:
             processors=self.processors,
         )
 
+    def draft_buffers(self, rows: int) -> DecodeBuffers:
+        """Buffers for `draft` of `rows` tokens: the MTP block attends to its window only."""
+        assert self.mtp is not None, "the model or its state was built without the MTP block"
+        return DecodeBuffers(
+            self.config,
+            rows,
+            1,
+            {self.mtp.layer.ratio},
+            qkv=sum(part.out for part in self.mtp.layer.qkv_proj),
+            queries=sum(part.out for part in self.mtp.layer.q_b_proj),
+            ring=self.config.sliding_window + self.state.lookback,
+            device=self.state.device,
+            dtype=self.dtype,
+            fp16_inputs=self.kernels.fp16_inputs,
+            processors=self.processors,
+        )
+
     def step(self, buffers: DecodeBuffers, taps: DecodeTaps = NO_TAP) -> torch.Tensor:
         """Launch one step for the tokens in `buffers` -> `buffers.logits` [rows, vocab] float32."""
         from birkhoff.kernels.mhc import decode as mhc
 
+        self._compute_phases(buffers)
+        y = self._run_layers(self.layers, self.state.layers, buffers, taps, mhc.EMBED)
+        tap = taps.at(len(self.layers) - 1)
+        self._project_logits(self.model.hc_head, self.model.norm.weight, buffers, y, tap)
+        self._count_reads(buffers, 0, len(self.layers))
+        taps.end()
+        return buffers.logits
+
+    def draft(self, buffers: DecodeBuffers) -> torch.Tensor:
+        """Launch the MTP block. `buffers.streams` are those after the last layer at `positions`, `token_ids` the
+        tokens one position further -> `buffers.logits` of the tokens after these, and the streams to draft on from."""
+        from birkhoff.kernels.mhc import decode as mhc
+
+        w, state = self.mtp, self.state.mtp
+        assert w is not None and state is not None, "the model or its state was built without the MTP block"
+        self._compute_phases(buffers)
+        join_input(w, self.kernels, self.model.embed, buffers, self.config.rms_norm_eps)
+        first = len(self.layers)
+        y = self._run_layers([w.layer], [state], buffers, NO_TAP, mhc.MIX_ONLY, first)
+        self._project_logits(w.head, w.norm, buffers, y, NO_TAP)
+        self._count_reads(buffers, first, first + 1)
+        return buffers.logits
+
+    def _run_layers(
+        self,
+        layers: Sequence[LayerWeights],
+        states: Sequence[LayerState],
+        buffers: DecodeBuffers,
+        taps: DecodeTaps,
+        mode: int,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Launch consecutive layers, numbered from `first`; `mode` says where the first one's streams come from.
+
+        Returns the output of the last sublayer, which is not written into the streams yet."""
+        from birkhoff.kernels.mhc import decode as mhc
+
         c, kernels = self.config, self.kernels
         read_settings = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-        self._compute_phases(buffers)
         embedding = (self.model.embed, buffers.token_ids)
-        mode, y = mhc.EMBED, None
-        for layer, w in enumerate(self.layers):
+        y: torch.Tensor | None = None
+        for layer, (w, state) in enumerate(zip(layers, states), start=first):
             tap = taps.at(layer)
             for sublayer, site in enumerate((ATTENTION_SITES, EXPERT_SITES)):
                 fn, base, scale = w.mixers[sublayer]
@@ -150,12 +212,20 @@ class Decoder:
                     y = self.experts(w, target, buffers.topk_ids[layer], tap)
                 else:
                     target = buffers if kept is None else buffers.replace(attn_out=kept)
-                    y = self.attention(w, self.state.layers[layer], target)
+                    y = self.attention(w, state, target)
                 if kept is None:
                     y = tap_output(tap, site.output, y, self.dtype)
                 mode = mhc.KEEP
-        tap = taps.at(len(self.layers) - 1)
-        head, norm = self.model.hc_head, self.model.norm.weight
+        assert y is not None, "no layers"
+        return y
+
+    def _project_logits(
+        self, head: HeadMixer, norm: torch.Tensor, buffers: DecodeBuffers, y: torch.Tensor, tap: DecodeTap
+    ) -> None:
+        """Write the last output into the streams, merge and normalise them and multiply with the head."""
+        from birkhoff.kernels.mhc import decode as mhc
+
+        c = self.config
         mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.mix_parts)
         reading = tap_streams(tap, sites.MHC_STREAMS_FINAL, buffers, head.fn, head.weights)
         mhc.read_streams(
@@ -164,19 +234,24 @@ class Decoder:
             head.base,
             head.scale,
             norm,
-            *read_settings,
+            c.hc_sinkhorn_iters,
+            c.hc_eps,
+            c.rms_norm_eps,
             c.rms_norm_eps,
             buffers.x,
             buffers.pre,
         )
         tap.see(sites.MHC_HEAD_MIX, buffers.pre)
         tap_input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
-        kernels.gemv([self.head], (buffers.x, buffers.x), buffers.logits)
+        self.kernels.gemv([self.head], (buffers.x, buffers.x), buffers.logits)
+
+    def _count_reads(self, buffers: DecodeBuffers, begin: int, end: int) -> None:
+        """Count the experts that layers `begin` .. `end` - 1 selected, where experts are in a store."""
         if self.store is not None:
             for first, stop, stored in self._store_spans:
-                self.store.count_reads(buffers.topk_ids[first:stop], stored)
-        taps.end()
-        return buffers.logits
+                low, high = max(first, begin), min(stop, end)
+                if low < high:
+                    self.store.count_reads(buffers.topk_ids[low:high], stored + low - first)
 
     def attention(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> torch.Tensor:
         """Launch one attention sublayer: `buffers.x` -> `buffers.attn_out` [rows, d]."""
@@ -207,6 +282,7 @@ class Decoder:
             sin,
             c.rms_norm_eps,
             pdl,
+            self.state.lookback,
         )
         indexed = w.ratio == 4 and buffers.max_entries > 0
         kernels.gemv(
@@ -284,9 +360,10 @@ class Decoder:
             return reason
         if find_nvrtc() is None:
             return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
-        if any(None in w.scale_offsets for w in self.layers):
+        layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
+        if any(None in w.scale_offsets for w in layers):
             return "scales of its experts lie too far apart"
-        if any(rows.weight.dtype is torch.float32 for w in self.layers for rows in (*w.qkv_proj, w.router)):
+        if any(rows.weight.dtype is torch.float32 for w in layers for rows in (*w.qkv_proj, w.router)):
             return "some of its weights need more than bfloat16"
         return None
 

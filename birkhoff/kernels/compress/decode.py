@@ -5,6 +5,10 @@ launch.
 program normalises the query latent; one normalises the key, rotates it and stores it in the window's ring; and one
 per compressor stores the token's values and gates in their ring and, if the token completes a block, pools the block,
 normalises, rotates and appends the entry to its page. Positions, slots and page tables are read on the device.
+
+A step that verifies draft tokens has several rows of one slot, at consecutive positions in adjacent rows. Programs of a
+launch run in any order, so a block that is completed by one of them takes the values of the rows before it from `qkv`
+and not from the ring. Rings are long enough (`lookback`) that no row overwrites what another row of the launch reads.
 """
 
 from __future__ import annotations
@@ -34,8 +38,12 @@ def _pool(
     table,
     cos,
     sin,
+    row,
+    slots,
+    positions,
     slot,
     position,
+    raw_stride,
     ring_size,
     table_stride,
     eps,
@@ -43,6 +51,7 @@ def _pool(
     WIDTH: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ITEMS: tl.constexpr,
+    DRAFTS: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """One compressor's work for a token; `raw` points to its values and gates."""
@@ -59,6 +68,11 @@ def _pool(
         top = tl.full([WIDTH], float("-inf"), tl.float32)
         weight_sum = tl.zeros([WIDTH], tl.float32)
         total = tl.zeros([WIDTH], tl.float32)
+        before = tl.full([], 0, tl.int32)  # rows directly above this one that hold the preceding tokens
+        for i in tl.static_range(1, DRAFTS + 1):
+            above = tl.maximum(row - i, 0)
+            same = (tl.load(slots + above) == slot) & (tl.load(positions + above).to(tl.int32) == position - i)
+            before += (same & (row >= i) & (before == i - 1)).to(tl.int32)
         for first in range(0, OVERLAP * RATIO, ITEMS):
             item = first + tl.arange(0, ITEMS)
             # with overlap: the first half of the older block first
@@ -66,10 +80,17 @@ def _pool(
             half_offset = (item // RATIO) * WIDTH if OVERLAP == 2 else item * 0
             from_row = ring + (slot * ring_size + (at + ring_size) % ring_size) * ROW + half_offset
             valid = (at >= 0)[:, None]
+            if DRAFTS > 0:
+                age = position - at
+                of_step = (age > 0) & (age <= before)
+                from_row = tl.where(of_step, raw - age * raw_stride + half_offset, from_row)
             value = tl.load(from_row[:, None] + d[None, :], mask=valid, other=0.0)
             gate = tl.load(
                 from_row[:, None] + (OVERLAP * WIDTH + d)[None, :], mask=valid, other=float("-inf")
             )
+            if DRAFTS > 0:  # gates in the ring include the bias already
+                bias = ape + ((at + RATIO * OVERLAP) % RATIO) * OVERLAP * WIDTH + half_offset
+                gate += tl.load(bias[:, None] + d[None, :], mask=of_step[:, None], other=0.0)
             peak = tl.maximum(top, tl.max(gate, axis=0))
             old, new = tl.exp(top - peak), tl.exp(gate - peak[None, :])
             weight_sum = weight_sum * old + tl.sum(new, axis=0)
@@ -115,6 +136,7 @@ def _norm_rope_store(
     INDEX: tl.constexpr,
     FP16: tl.constexpr,
     ITEMS: tl.constexpr,
+    DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -150,8 +172,12 @@ def _norm_rope_store(
             table,
             cos + at,
             sin + at,
+            row,
+            slots,
+            positions,
             slot,
             position,
+            qkv_stride,
             ring_size,
             table_stride,
             eps,
@@ -159,6 +185,7 @@ def _norm_rope_store(
             WIDTH,
             ROPE_DIM,
             ITEMS,
+            DRAFTS,
             dtype,
         )
     elif INDEX > 0:
@@ -172,8 +199,12 @@ def _norm_rope_store(
             table,
             cos + at,
             sin + at,
+            row,
+            slots,
+            positions,
             slot,
             position,
+            qkv_stride,
             ring_size,
             table_stride,
             eps,
@@ -181,6 +212,7 @@ def _norm_rope_store(
             INDEX,
             ROPE_DIM,
             ITEMS,
+            DRAFTS,
             dtype,
         )
 
@@ -201,12 +233,13 @@ def norm_rope_store(
     sin,
     eps,
     pdl=False,
+    drafts=0,
 ) -> None:
     """Norms, rotations and cache writes of n new tokens.
 
     keys [slots, ring, c]; `entry` and `index` are (ape, norm, ring, pages) of a compressor or None; table [slots,
     pages]; cos, sin [n, 4, r / 2]: at the position of a token, and at the first of the 4 and of the 128 tokens that
-    it may complete."""
+    it may complete. Up to `drafts` rows of a slot may follow its first one, adjacent and at consecutive positions."""
     n, rank = latent.shape
     width = keys.shape[2]
     ratio = 0 if entry is None else entry[0].shape[0]
@@ -238,6 +271,7 @@ def norm_rope_store(
         FP16=latent_fp16 is not None,
         ITEMS=8 if ratio == 4 else 16,
         num_warps=4 if ratio != 128 else 8,
+        DRAFTS=min(drafts, n - 1),
         PDL=pdl,
     )
     assert rank == power_of_two(rank) and width == power_of_two(width)

@@ -100,9 +100,7 @@ def test_the_mtp_block_equals_that_of_the_plain_model(model):
     buffers.poison()
     buffers.streams.copy_(streams)
     for ahead in range(2):
-        pieces = [
-            SequenceChunk(slot, at + ahead, tokens[row].view(1)) for row, (slot, at) in enumerate(plan)
-        ]
+        pieces = [SequenceChunk(slot, at + ahead, tokens[row].view(1)) for row, (slot, at) in enumerate(plan)]
         batch = Batch.of(pieces, DEVICE)
         assert list(batch.chunks) == pieces
         hidden, streams = model.draft(streams, batch, states[0])

@@ -71,7 +71,9 @@ def _pool(
         before = tl.full([], 0, tl.int32)  # rows directly above this one that hold the preceding tokens
         for i in tl.static_range(1, DRAFTS + 1):
             above = tl.maximum(row - i, 0)
-            same = (tl.load(slots + above) == slot) & (tl.load(positions + above).to(tl.int32) == position - i)
+            same = (tl.load(slots + above) == slot) & (
+                tl.load(positions + above).to(tl.int32) == position - i
+            )
             before += (same & (row >= i) & (before == i - 1)).to(tl.int32)
         for first in range(0, OVERLAP * RATIO, ITEMS):
             item = first + tl.arange(0, ITEMS)

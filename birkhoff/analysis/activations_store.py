@@ -32,16 +32,22 @@ class ActBatch:
     `texts`, `positions` and `token_ids` give, for each row, the index of its text, its position and its token id.
     """
 
-    rows: dict[Address, torch.Tensor]
+    sites: dict[Address, SiteRows]
     texts: torch.Tensor
-    positions: torch.Tensor
-    token_ids: torch.Tensor
 
     def __getitem__(self, key: Address) -> torch.Tensor:
-        return self.rows[key]
+        return self.sites[key].tensor
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return torch.tensor(next(iter(self.sites.values())).positions)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return torch.tensor(next(iter(self.sites.values())).token_ids)
 
 
 def iter_activations(
@@ -56,15 +62,16 @@ def iter_activations(
     pending: list[ActBatch] = []
     count = 0
     for index, acts in enumerate(iter_captures(engine, ((text, capture) for text in texts))):
-        batch = _text_batch(index, acts)
-        if batch is None:
+        if not len(acts):
             continue
-        pending.append(batch)
-        count += len(batch)
+        rows = len(next(iter(acts.values())))
+        pending.append(ActBatch(dict(acts), torch.full((rows,), index)))
+        count += rows
         while count >= batch_rows:
             joined = _concat(pending)
-            yield _slice(joined, 0, batch_rows)
-            pending = [_slice(joined, batch_rows, count)] if count > batch_rows else []
+            # Copies, so that the memory of the whole is released with its last part.
+            yield _concat([_slice(joined, 0, batch_rows)])
+            pending = [_concat([_slice(joined, batch_rows, count)])] if count > batch_rows else []
             count -= batch_rows
     if count:
         yield _concat(pending)
@@ -87,30 +94,12 @@ def iter_captures(
             engine.cancel(request)
 
 
-def _text_batch(index: int, acts: Mapping[Address, SiteRows]) -> ActBatch | None:
-    if not len(acts):
-        return None
-    first = next(iter(acts.values()))
-    return ActBatch(
-        {key: rows.tensor for key, rows in acts.items()},
-        torch.full((len(first),), index),
-        torch.tensor(first.positions),
-        torch.tensor(first.token_ids),
-    )
-
-
 def _concat(batches: list[ActBatch]) -> ActBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return ActBatch(
-        {key: torch.cat([batch.rows[key] for batch in batches]) for key in batches[0].rows},
-        torch.cat([batch.texts for batch in batches]),
-        torch.cat([batch.positions for batch in batches]),
-        torch.cat([batch.token_ids for batch in batches]),
-    )
+    """The rows of several batches, copied."""
+    sites = {key: SiteRows.concatenate([batch.sites[key] for batch in batches]) for key in batches[0].sites}
+    return ActBatch(sites, torch.cat([batch.texts for batch in batches]))
 
 
 def _slice(batch: ActBatch, start: int, stop: int) -> ActBatch:
-    """Copy rows start..stop, so that the memory of the whole batch can be released."""
-    rows = {key: tensor[start:stop].clone() for key, tensor in batch.rows.items()}
-    return ActBatch(rows, batch.texts[start:stop], batch.positions[start:stop], batch.token_ids[start:stop])
+    sites = {key: rows.part(start, stop) for key, rows in batch.sites.items()}
+    return ActBatch(sites, batch.texts[start:stop])

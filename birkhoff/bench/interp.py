@@ -120,7 +120,7 @@ class CapturingEngine(OurEngine):
             for plan in plans:
                 (job,) = plan.jobs
                 for hook, layer in job.keys:
-                    job.deliver(SiteRows(hook, layer, rows[hook], positions, positions, chunk))
+                    job.deliver(SiteRows(hook, layer, rows[hook], positions, positions))
         for plan in plans:
             plan.close("length", count + 1)
         return self._stored(plans), time.perf_counter() - began

@@ -26,7 +26,7 @@ from birkhoff.capture.sinks.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.dispatcher import Dispatcher
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
-from birkhoff.capture.sinks.job import CaptureJob, CaptureSink, MemorySink, join
+from birkhoff.capture.sinks.job import CaptureJob, CaptureSink, MemorySink
 from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureRequest, CaptureResult
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
@@ -280,7 +280,7 @@ class DispatchSink:
 
     def _chunk(self, address: Address, parts: list[SiteRows]) -> Chunk:
         hook, layer = address
-        rows = parts[0] if len(parts) == 1 else join(parts)
+        rows = parts[0] if len(parts) == 1 else SiteRows.concatenate(parts)
         phases = "".join(PREFILL if position < self._prompt_len else DECODE for position in rows.positions)
         labelled = len(rows.positions) == len(rows)  # the mean of several tokens has no position
         offset, step = self._sent.get(address, (0, 0))

@@ -404,8 +404,7 @@ class PrefixCache:
                 tensor = self.rows.get(keys, hook, layer, job.after, positions)
                 if tensor is None:
                     return None
-                prompt_rows = sum(position < prompt_len for position in positions)
-                cached.append((job, SiteRows(hook, layer, tensor, positions, ids, prompt_rows)))
+                cached.append((job, SiteRows(hook, layer, tensor, positions, ids)))
         return tuple(cached)
 
     def _chain(self, request: Request) -> _KeyChain:

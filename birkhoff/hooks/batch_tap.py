@@ -7,7 +7,7 @@ and come in a few fixed sizes; an index is padded with a row whose copy is never
 and not shapes. After the step, `deliver` gives each job its part of the staged rows.
 
 Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from
-step to step and is reused; only positions and tokens (`RowRequest`) are new."""
+step to step and is reused; only the tokens (`RowRequest`) are new."""
 
 from __future__ import annotations
 
@@ -30,14 +30,20 @@ SENTINEL = 0  # the row that padding reads; its copies are never delivered
 
 
 class RowRequest(NamedTuple):
-    """The rows of a step that one job captures, in order of position."""
+    """The tokens of a span that one job captures, by their offsets in it; `rows` are their rows of the step."""
 
-    plan: Plan
+    span: Span
     job: Job
+    offsets: list[int]
     rows: list[int]
-    positions: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    prompt_rows: int
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self.span.start + offset for offset in self.offsets)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(int(self.span.token_ids[offset]) for offset in self.offsets)
 
 
 class CaptureSite:
@@ -201,14 +207,14 @@ class BatchTap:
     def deliver(self, excluded: Collection[Plan] = (), observer: RowObserver | None = None) -> None:
         """Deliver to every job its rows, copied out of the buffers, except to jobs of excluded plans."""
         for index, request in enumerate(self.requests):
-            if request.plan not in excluded:
-                self._deliver(index, len(request.positions), observer)
+            if request.span.plan not in excluded:
+                self._deliver(index, len(request.rows), observer)
 
     def deliver_plan(self, plan: Plan, stop: int | None = None, observer: RowObserver | None = None) -> None:
         """Deliver one plan's rows, or those before position `stop`: the others are of rejected draft tokens."""
         for index, request in enumerate(self.requests):
-            if request.plan is plan:
-                count = len(request.positions)
+            if request.span.plan is plan:
+                count = len(request.rows)
                 if stop is not None:
                     count = sum(position < stop for position in request.positions)
                 self._deliver(index, count, observer)
@@ -217,20 +223,19 @@ class BatchTap:
         if not count:
             return
         request = self.requests[index]
-        whole = count == len(request.positions)
-        positions = request.positions[:count]
-        token_ids = request.token_ids[:count]
-        prompt_rows = min(request.prompt_rows, count)
+        whole = count == len(request.rows)
+        positions, token_ids = request.positions, request.token_ids
         source = self._source or self._staged_rows
         for (hook, layer), tensor in source(index):
-            tensor = tensor if whole else tensor[:count]
-            rows = SiteRows(hook, layer, tensor, positions, token_ids, prompt_rows)
+            rows = SiteRows(hook, layer, tensor, positions, token_ids)
+            if not whole:
+                rows = rows.part(0, count)
             if observer is not None:
-                observer(request.plan, request.job, rows)
+                observer(request.span.plan, request.job, rows)
             request.job.deliver(rows)
 
     def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:
-        count = len(self.requests[index].positions)
+        count = len(self.requests[index].rows)
         for site, first in self.layout.sites_of[index]:
             if site in self._staged:
                 yield site.key, self.on_host(site)[first : first + count]
@@ -262,18 +267,13 @@ def _row_requests(span: Span) -> list[RowRequest]:
     skip = max(plan.delivered_until - start, 0)  # recomputed after a preemption: already delivered
     plan.delivered_until = max(plan.delivered_until, start + len(tokens))
     if skip:
-        tokens = tokens[skip:]
-        start = start + skip
-        first_row = first_row + skip
-    if not len(tokens):
+        span = Span(plan, first_row + skip, start + skip, tokens[skip:], prompt_len)
+    if not len(span.token_ids):
         return []
     requests = []
     for job in plan.jobs:
-        offsets = [int(offset) for offset in job.offsets(start, tokens, prompt_len)]
+        offsets = [int(offset) for offset in job.offsets(span.start, span.token_ids, prompt_len)]
         if offsets and len(job.keys):
-            rows = [first_row + offset for offset in offsets]
-            positions = tuple(start + offset for offset in offsets)
-            ids = tuple(int(tokens[offset]) for offset in offsets)
-            prompt_rows = sum(position < prompt_len for position in positions)
-            requests.append(RowRequest(plan, job, rows, positions, ids, prompt_rows))
+            rows = [span.first_row + offset for offset in offsets]
+            requests.append(RowRequest(span, job, offsets, rows))
     return requests

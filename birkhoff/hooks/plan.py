@@ -25,8 +25,8 @@ Key = tuple[str, int]  # hook name, layer
 class SiteRows:
     """Rows of one site with their labels, in order of position: `tensor` [rows, *row_shape], on the host.
 
-    `prompt_rows` counts the rows that belong to the prompt; they come first. A row that stands for several tokens (a
-    mean) has no position. `scale` is one float32 per row, for rows stored as fp8.
+    A row that stands for several tokens (a mean) has no position. `scale` is one float32 per row, for rows stored as
+    fp8.
     """
 
     hook: str
@@ -34,8 +34,28 @@ class SiteRows:
     tensor: torch.Tensor
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
-    prompt_rows: int = 0
     scale: torch.Tensor | None = None
+
+    def part(self, start: int, stop: int) -> SiteRows:
+        """Rows start..stop, sharing memory."""
+        rows = slice(start, stop)
+        scale = None if self.scale is None else self.scale[rows]
+        labels = self.positions[rows], self.token_ids[rows]
+        return SiteRows(self.hook, self.layer, self.tensor[rows], *labels, scale)
+
+    @staticmethod
+    def concatenate(parts: Sequence[SiteRows]) -> SiteRows:
+        """Rows of one site from several steps or texts, in memory of their own."""
+        first = parts[0]
+        scales = [part.scale for part in parts if part.scale is not None]
+        return SiteRows(
+            first.hook,
+            first.layer,
+            torch.cat([part.tensor for part in parts]),
+            tuple(position for part in parts for position in part.positions),
+            tuple(token for part in parts for token in part.token_ids),
+            torch.cat(scales) if scales else None,
+        )
 
     def __len__(self) -> int:
         return int(self.tensor.shape[0])

@@ -24,7 +24,7 @@ def run(capture, hook, matrix=None):
     resolved = capture.resolve(V4, L, PROMPT, 4, projections=projections)
     job = CaptureJob(resolved, MemorySink(resolved), matrix)
     offsets = job.offsets(0, PROMPT, len(PROMPT))
-    job.deliver(SiteRows(hook, 1, rows_of(hook)[offsets], (0, 1, 2), tuple(PROMPT), 3))
+    job.deliver(SiteRows(hook, 1, rows_of(hook)[offsets], (0, 1, 2), tuple(PROMPT)))
     job.close("length", len(PROMPT))
     assert job.error is None and job.missing == []
     return job.rows()[hook, 1].tensor, resolved.rows[hook]

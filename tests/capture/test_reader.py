@@ -316,7 +316,7 @@ def test_deleting_a_capture_does_not_affect_its_readers(quick_path):
     with CaptureFile(directory / "packed.json") as file:
         for path in directory.iterdir():
             path.unlink()
-        parts = [file.read(record) for record in file.records if record.hook == "post_attn"]
+        parts = [file.read(record).array for record in file.records if record.site == ("post_attn", 0)]
     assert same_bits(np.concatenate(parts), bits("a", "post_attn", 0, 0, 6))
 
 

@@ -224,4 +224,4 @@ def test_files_of_other_writers_are_rows_too(quick_path):
     (directory / "packed.json").write_text(json.dumps(index))
     rows_read = list(iter_rows(quick_path / "old", "post_mlp", 1, 4, labels=True))
     assert same_bits(np.concatenate([batch.array for batch in rows_read]), rows)
-    assert rows_read[0].positions.tolist() == [-1] * 4 and rows_read[0].requests == ["x"] * 4
+    assert rows_read[0].positions == [-1] * 4 and rows_read[0].requests == ["x"] * 4

@@ -224,7 +224,7 @@ def test_the_row_store_returns_complete_rows_or_none_within_its_limit():
     def rows(first, stop, layer=0):
         positions = tuple(range(first, stop))
         return SiteRows(
-            "mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions, 0
+            "mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions
         )
 
     store = RowCache(4 * 300)
@@ -241,9 +241,7 @@ def test_the_row_store_returns_complete_rows_or_none_within_its_limit():
     assert store.held_bytes == 160 * 4 and store.get(keys, "mlp_out", 0, False, [200]) is None
     assert store.get(keys, "mlp_out", 0, False, [3]) is not None
     store.put(keys, False, rows(0, 256, layer=2))
-    store.put(
-        keys, False, SiteRows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128)), 0)
-    )
+    store.put(keys, False, SiteRows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128))))
     assert store.held_bytes <= store.limit_bytes and store.get(keys, "mlp_out", 3, False, [3]) is None
     store.clear()
     assert store.held_bytes == 0 and store.get(keys, "mlp_out", 2, False, [3]) is None

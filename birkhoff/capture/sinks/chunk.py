@@ -127,6 +127,33 @@ class Chunk:
         rows: Any = self.array()
         return memoryview(rows.reshape(-1).view(np.uint8))
 
+    def head(self) -> dict[str, Any]:
+        """Everything except the payload, for JSON; `from_head` is its inverse."""
+        scales = self.scales()
+        return {
+            "request_id": self.request_id,
+            "tag": self.tag,
+            "hook": self.hook,
+            "layer": self.layer,
+            "dtype": self.dtype,
+            "row_shape": list(self.row_shape),
+            "positions": None if self.positions is None else plain_ints(self.positions),
+            "token_ids": None if self.token_ids is None else plain_ints(self.token_ids),
+            "phases": self.letters(),
+            "row_offset": self.row_offset,
+            "step_index": self.step_index,
+            "scale": None if scales is None else scales.tolist(),
+            "meta": dict(self.meta),
+            "num_steps": self.num_steps,
+        }
+
+    @staticmethod
+    def from_head(head: dict[str, Any], payload: bytes | memoryview) -> Chunk:
+        shape = tuple(head["row_shape"])
+        rows = np.frombuffer(payload, STORED[head["dtype"]]).reshape(-1, math.prod(shape))
+        scale = None if head["scale"] is None else np.array(head["scale"], np.float32)
+        return Chunk(**head | {"rows": rows, "row_shape": shape, "scale": scale})
+
     def scales(self) -> Array | None:
         return None if self.scale is None else np.asarray(self.scale, dtype=np.float32).reshape(-1)
 

@@ -103,8 +103,7 @@ class CaptureJob:
 
     def _append(self, rows: SiteRows, tensor: torch.Tensor) -> None:
         values, scale = store(tensor, self.resolved.rows[rows.hook].dtype)
-        labels = rows.positions, rows.token_ids, rows.prompt_rows
-        self.sink.append(SiteRows(rows.hook, rows.layer, values, *labels, scale))
+        self.sink.append(SiteRows(rows.hook, rows.layer, values, rows.positions, rows.token_ids, scale))
 
     def _flush_reductions(self) -> None:
         for (hook, layer), reduction in self._reductions.items():
@@ -148,19 +147,5 @@ class MemorySink:
         """The rows. Raises if the capture failed: an incomplete set would look like a complete one."""
         if self.error is not None:
             raise CaptureError(f"{self._resolved.consumer}: {self.error}")
-        return Acts(self._resolved, {key: join(parts) for key, parts in self._parts.items()}, self.missing)
-
-
-def join(parts: Sequence[SiteRows]) -> SiteRows:
-    """Rows of one site from several steps as one `SiteRows`, in memory of its own."""
-    first = parts[0]
-    scales = [part.scale for part in parts if part.scale is not None]
-    return SiteRows(
-        first.hook,
-        first.layer,
-        torch.cat([part.tensor for part in parts]),
-        tuple(position for part in parts for position in part.positions),
-        tuple(token for part in parts for token in part.token_ids),
-        sum(part.prompt_rows for part in parts),
-        torch.cat(scales) if scales else None,
-    )
+        rows = {key: SiteRows.concatenate(parts) for key, parts in self._parts.items()}
+        return Acts(self._resolved, rows, self.missing)

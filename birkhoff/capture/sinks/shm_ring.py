@@ -27,11 +27,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from birkhoff.capture.sinks.chunk import Chunk, plain_ints
+from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
-from birkhoff.capture.spec.dtypes import STORED
 from birkhoff.errors import CaptureChecksum, CaptureError, CaptureWriteError, OptionError, quoted
 from birkhoff.option_checks import check_int
 
@@ -275,24 +272,7 @@ def encoded(item: Item) -> tuple[dict[str, Any], memoryview | bytes]:
         }, b""
     if isinstance(item, CaptureFinish):
         return {"kind": "finish", **vars(item)}, b""
-    scales = item.scales()
-    head = {
-        "kind": "chunk",
-        "request_id": item.request_id,
-        "tag": item.tag,
-        "hook": item.hook,
-        "layer": item.layer,
-        "dtype": item.dtype,
-        "row_shape": list(item.row_shape),
-        "row_offset": item.row_offset,
-        "positions": None if item.positions is None else plain_ints(item.positions),
-        "token_ids": None if item.token_ids is None else plain_ints(item.token_ids),
-        "phases": item.letters(),
-        "step_index": item.step_index,
-        "num_steps": item.num_steps,
-        "scale": None if scales is None else scales.tolist(),
-    }
-    return head, item.data()
+    return {"kind": "chunk", **item.head()}, item.data()
 
 
 def decoded(head: dict[str, Any], body: bytes) -> Item:
@@ -301,10 +281,7 @@ def decoded(head: dict[str, Any], body: bytes) -> Item:
         return CaptureRequest(**head)
     if kind == "finish":
         return CaptureFinish(**head)
-    width = int(np.prod(head["row_shape"]))
-    scale = None if head["scale"] is None else np.array(head["scale"], np.float32)
-    rows = np.frombuffer(body, STORED[head["dtype"]]).reshape(-1, width)
-    return Chunk(**head | {"rows": rows, "row_shape": tuple(head["row_shape"]), "scale": scale})
+    return Chunk.from_head(head, body)
 
 
 def _padded(size: int) -> int:

@@ -14,10 +14,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 
-import numpy as np
-
-from birkhoff.capture.sinks.chunk import Chunk, plain_ints
-from birkhoff.capture.spec.dtypes import STORED
+from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.store.disk import CREATE, Disk, write_all
 from birkhoff.errors import CaptureWriteError
 
@@ -60,25 +57,7 @@ class Spill:
     def put(self, chunk: Chunk) -> Spilled | None:
         """Write a chunk; None if the disk or the limit leaves no space."""
         body = chunk.data()
-        scales = chunk.scales()
-        head = json.dumps(
-            {
-                "request_id": chunk.request_id,
-                "tag": chunk.tag,
-                "hook": chunk.hook,
-                "layer": chunk.layer,
-                "dtype": chunk.dtype,
-                "row_shape": list(chunk.row_shape),
-                "row_offset": chunk.row_offset,
-                "positions": None if chunk.positions is None else plain_ints(chunk.positions),
-                "token_ids": None if chunk.token_ids is None else plain_ints(chunk.token_ids),
-                "phases": chunk.letters(),
-                "step_index": chunk.step_index,
-                "num_steps": chunk.num_steps,
-                "scale": None if scales is None else scales.tolist(),
-                "meta": dict(chunk.meta),
-            }
-        ).encode()
+        head = json.dumps(chunk.head()).encode()
         head += b" " * (-len(head) % 8)  # keeps rows aligned
         size = len(head) + len(body)
         with self._lock:
@@ -106,10 +85,7 @@ class Spill:
             spilled.segment.waiting -= 1
             self._drop_if_empty(spilled.segment)
         head = json.loads(bytes(raw[: spilled.head_bytes]))
-        width = int(np.prod(head["row_shape"]))
-        rows = np.frombuffer(raw, STORED[head["dtype"]], offset=spilled.head_bytes).reshape(-1, width)
-        scale = None if head["scale"] is None else np.array(head["scale"], np.float32)
-        return Chunk(**head | {"rows": rows, "row_shape": tuple(head["row_shape"]), "scale": scale})
+        return Chunk.from_head(head, memoryview(raw)[spilled.head_bytes :])
 
     def close(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from typing import Any
 
 from birkhoff.capture.store.disk import CREATE, Disk, remove, write_all
 from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, SIDECAR
-from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
 
 _SHARD = re.compile(r"shard-.*\.json")
 
@@ -37,7 +37,7 @@ class Progress:
     def finished(self) -> bool:
         return self.ended and self.claimed == self.rows
 
-    def add(self, record: SidecarEntry) -> None:
+    def add(self, record: PayloadRange) -> None:
         self.rows += record.rows
         self.nbytes += record.nbytes
 

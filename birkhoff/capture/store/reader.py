@@ -17,15 +17,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
-from birkhoff.capture.spec.dtypes import Array, to_float32
-from birkhoff.capture.store.row_reader import RowBatch, iter_rows
-from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+from birkhoff.capture.store.entry import CaptureEntry, concatenate
+from birkhoff.capture.store.row_reader import iter_rows
+from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
 from birkhoff.errors import CaptureChecksum, CaptureFileError
 from birkhoff.hooks.site_names import Address, to_tool
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CaptureEntries",
     "CaptureEntry",
-    "RowBatch",
     "iter_rows",
     "latest_per_position",
     "read_packed",
@@ -50,29 +47,6 @@ OnDamage = Callable[[CaptureFileError], None]
 
 _PACKED = re.compile(r"packed(-pp\d+)?\.json")
 _SHARD = re.compile(r"shard-(pp\d+-)?\d+-(\d+)\.json")
-
-
-@dataclass
-class CaptureEntry:
-    """Rows of one hook and layer: `array` [rows, *row_shape]. Labels are None if any part lacks them."""
-
-    layer: int
-    hook: str
-    array: Array
-    dtype: str
-    positions: list[int] | None = None
-    token_ids: list[int] | None = None
-    phases: list[str] | None = None  # "prefill" or "decode"
-    scale: Array | None = None  # one factor per row, for fp8
-    axes: list[str] | None = None
-    meta: dict[str, Any] = field(default_factory=dict)  # facts about the request from the sidecar
-
-    def values(self) -> Array:
-        """The rows as float32, fp8 scales applied."""
-        return to_float32(self.array, self.dtype, self.scale)
-
-    def __len__(self) -> int:
-        return len(self.array)
 
 
 class CaptureEntries(dict[Address, CaptureEntry]):
@@ -104,7 +78,7 @@ def read_per_file(path: str | os.PathLike[str], *, verify: bool = True, mmap: bo
             raise CaptureFileError(
                 f"{path} describes {len(file.records)} entries, expected one. Use read_request."
             )
-        return _joined([(file.records[0], file.read(file.records[0], verify, mmap))], file.facts)
+        return _joined([file.read(file.records[0], verify, mmap)], file.facts)
 
 
 def read_packed(
@@ -125,12 +99,12 @@ def read_packed(
     entries = CaptureEntries()
     for sidecar in sidecars:
         with CaptureFile(sidecar) as file:
-            parts: dict[Address, list[tuple[SidecarEntry, Array]]] = {}
+            parts: dict[Address, list[CaptureEntry]] = {}
             for record in sorted(file.records, key=lambda record: record.offset):
-                array = _read(file, record, verify, mmap, on_damage)
-                if array is not None:
-                    parts.setdefault((record.hook, record.layer), []).append((record, array))
-            entries.update({address: _joined(records, file.facts) for address, records in parts.items()})
+                part = _read(file, record, verify, mmap, on_damage)
+                if part is not None:
+                    parts.setdefault(record.site, []).append(part)
+            entries.update({address: _joined(pieces, file.facts) for address, pieces in parts.items()})
     return entries
 
 
@@ -201,7 +175,7 @@ def read_sharded(
     """Read the sealed shards of a tag, or only `requests` of it. A request that spans shards is joined."""
     directory = Path(directory)
     requested = None if requests is None else set(requests)
-    parts: dict[tuple[str, str, int], list[tuple[SidecarEntry, Array]]] = {}
+    parts: dict[tuple[str, Address], list[CaptureEntry]] = {}
     facts: dict[str, dict[str, Any]] = {}
     rows: dict[str, int] = {}  # rows listed by the shards; fewer than a request's total if a shard is missing
     shards = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
@@ -213,18 +187,16 @@ def read_sharded(
                     raise CaptureFileError(f"{file.path}: an entry of {record.name} names no request_id.")
                 if requested is None or record.request_id in requested:
                     rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
-                    array = _read(file, record, verify, False, on_damage)
-                    if array is not None:
-                        parts.setdefault((record.request_id, record.hook, record.layer), []).append(
-                            (record, array)
-                        )
+                    part = _read(file, record, verify, False, on_damage)
+                    if part is not None:
+                        parts.setdefault((record.request_id, record.site), []).append(part)
     entries: dict[str, CaptureEntries] = {}
     for request, known in facts.items():
         known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(
             request, 0
         )
-    for (request, hook, layer), pieces in parts.items():
-        entries.setdefault(request, CaptureEntries())[hook, layer] = _joined(pieces, facts.get(request, {}))
+    for (request, site), pieces in parts.items():
+        entries.setdefault(request, CaptureEntries())[site] = _joined(pieces, facts.get(request, {}))
     return entries
 
 
@@ -235,15 +207,7 @@ def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
             f"{entry.hook}[{entry.layer}] has no positions, so its rows cannot be told apart by them."
         )
     last = {position: row for row, position in enumerate(entry.positions)}
-    rows = [last[position] for position in sorted(last)]
-    labels: dict[str, Any] = {
-        name: [values[row] for row in rows]
-        for name in ("positions", "token_ids", "phases")
-        if (values := getattr(entry, name)) is not None
-    }
-    return replace(
-        entry, array=entry.array[rows], scale=None if entry.scale is None else entry.scale[rows], **labels
-    )
+    return entry.take([last[position] for position in sorted(last)])
 
 
 def rename(entries: Mapping[Address, CaptureEntry], names: str) -> dict[str, CaptureEntry]:
@@ -272,8 +236,8 @@ def _names(directory: Path) -> list[str]:
 
 
 def _read(
-    file: CaptureFile, record: SidecarEntry, verify: bool, mmap: bool, on_damage: OnDamage | None
-) -> Array | None:
+    file: CaptureFile, record: PayloadRange, verify: bool, mmap: bool, on_damage: OnDamage | None
+) -> CaptureEntry | None:
     try:
         return file.read(record, verify, mmap)
     except CaptureChecksum as error:
@@ -283,37 +247,16 @@ def _read(
         return None
 
 
-def _joined(parts: list[tuple[SidecarEntry, Array]], facts: dict[str, Any]) -> CaptureEntry:
+def _joined(parts: list[CaptureEntry], facts: dict[str, Any]) -> CaptureEntry:
     """Join parts of one hook and layer in the given order."""
-    records = [record for record, _ in parts]
-    first = records[0]
-    for record in records:
-        if (record.dtype, record.shape[1:], record.axes) != (first.dtype, first.shape[1:], first.axes):
+    first = parts[0]
+    for part in parts:
+        if (part.dtype, part.array.shape[1:], part.axes) != (first.dtype, first.array.shape[1:], first.axes):
             raise CaptureFileError(
-                f"parts of {first.hook}[{first.layer}] differ: {first.dtype} {first.shape[1:]} and {record.dtype} "
-                f"{record.shape[1:]}. The sidecar is damaged; take it from another copy."
+                f"parts of {first.hook}[{first.layer}] differ: {first.dtype} {first.array.shape[1:]} and {part.dtype} "
+                f"{part.array.shape[1:]}. The sidecar is damaged; take it from another copy."
             )
-    arrays = [array for _, array in parts]
-    scales = [record.scale for record in records if record.scale is not None]
-    return CaptureEntry(
-        layer=first.layer,
-        hook=first.hook,
-        array=arrays[0] if len(arrays) == 1 else np.concatenate(arrays),
-        dtype=first.dtype,
-        positions=_joined_labels([record.positions for record in records]),
-        token_ids=_joined_labels([record.token_ids for record in records]),
-        phases=_joined_labels([record.phases for record in records]),
-        scale=np.concatenate(scales) if len(scales) == len(records) else None,
-        axes=first.axes,
-        meta=dict(facts),
-    )
-
-
-def _joined_labels(parts: list[Any]) -> Any:
-    """The labels of all parts; None if a part has none, because a partial list would label the wrong rows."""
-    if any(part is None for part in parts):
-        return None
-    return [label for part in parts for label in (part if isinstance(part, list) else part.tolist())]
+    return replace(concatenate(parts), meta=dict(facts))
 
 
 def _collect_facts(file: CaptureFile, requested: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:

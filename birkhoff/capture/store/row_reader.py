@@ -13,15 +13,16 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from birkhoff.capture.spec.dtypes import Array, to_float32
+from birkhoff.capture.spec.dtypes import Array
+from birkhoff.capture.store.entry import CaptureEntry, concatenate
 from birkhoff.capture.store.naming import per_file_stem
-from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
 from birkhoff.errors import CaptureFileError, OptionError, quoted
 from birkhoff.option_checks import check_int
 
@@ -29,19 +30,6 @@ OPEN_FILES = 16
 POOL_BATCHES = 16
 
 _SIDECAR = re.compile(r"packed(-pp\d+)?\.json|shard-(pp\d+-)?\d+-\d+\.json|\d+_.+\.json")
-
-
-@dataclass(frozen=True)
-class RowBatch:
-    """`array` [rows, *row_shape] as stored, or float32. Labels are None unless requested; -1 where a file has none."""
-
-    array: Array
-    positions: Array | None = None
-    token_ids: Array | None = None
-    requests: list[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self.array)
 
 
 class _RowBlock(NamedTuple):
@@ -71,7 +59,7 @@ class _Files:
         self._open.move_to_end(index)
         return self._open[index]
 
-    def rows(self, block: _RowBlock, verify: bool) -> tuple[CaptureFile, SidecarEntry, Array]:
+    def rows(self, block: _RowBlock, verify: bool) -> tuple[CaptureFile, PayloadRange, CaptureEntry]:
         file = self[block.sidecar]
         if block.record_index >= len(file.records):
             raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
@@ -99,11 +87,12 @@ def iter_rows(
     verify: bool = True,
     drop_last: bool = False,
     pool_rows: int | None = None,
-) -> Iterator[RowBatch]:
+) -> Iterator[CaptureEntry]:
     """Iterate over batches of `batch` rows from every capture under a directory of a tag or a request, in any layout.
 
-    `dtype="float32"` decodes; otherwise rows are returned as stored and must have one dtype. The last batch may be
-    short. `pool_rows` is the number of rows mixed at a time when shuffling, by default 16 batches.
+    `dtype="float32"` decodes; otherwise rows are returned as stored and must have one dtype. With `labels`, batches
+    have positions and token ids (-1 where a file has none) and the request of each row. The last batch may
+    be short. `pool_rows` is the number of rows mixed at a time when shuffling, by default 16 batches.
     """
     check_int("batch", batch)
     if pool_rows is not None:
@@ -133,10 +122,10 @@ def _batches(
     verify: bool,
     drop_last: bool,
     pool_rows: int | None,
-) -> Iterator[RowBatch]:
+) -> Iterator[CaptureEntry]:
     random = np.random.default_rng(seed)
     most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
-    batches: list[RowBatch] = []
+    batches: list[CaptureEntry] = []
     count = 0
     try:
         for last, index in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
@@ -144,15 +133,15 @@ def _batches(
             count += len(batches[-1])
             if count < most and not last:
                 continue
-            pool = _concatenated(batches)
+            pool = concatenate(batches)
             order = random.permutation(count) if shuffle else np.arange(count)
             # Keep half of a shuffled pool, so that its rows mix with rows read later.
             keep = 0 if last or not shuffle else count // 2
             first = 0
             while count - first >= batch and count - first > keep:
-                yield _taken(pool, order[first : first + batch])
+                yield pool.take(order[first : first + batch])
                 first += batch
-            batches, count = [_taken(pool, order[first:])], count - first
+            batches, count = [pool.take(order[first:])], count - first  # a view would keep the pool alive
         if count and not drop_last:
             yield batches[0]
     finally:
@@ -193,13 +182,12 @@ def _index(
             continue  # the file name belongs to another hook
         file = files[index]
         for record_index, record in enumerate(file.records):
-            if (record.hook, record.layer) != (hook, layer) or not record.rows:
+            if record.site != (hook, layer) or not record.rows:
                 continue
-            record_form = (record.dtype, record.shape[1:])
-            form = form or record_form
-            if record_form[1] != form[1] or (dtype is None and record_form[0] != form[0]):
+            form = form or record.form
+            if record.form[1] != form[1] or (dtype is None and record.form[0] != form[0]):
                 raise CaptureFileError(
-                    f"{file.path}: {record.name} is {record_form[0]} {record_form[1]}, and rows before it "
+                    f"{file.path}: {record.name} is {record.form[0]} {record.form[1]}, and rows before it "
                     f"were {form[0]} {form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
                 )
             for start in range(0, record.rows, batch):
@@ -217,39 +205,19 @@ def _loaded(
     dtype: str | None,
     labels: bool,
     verify: bool,
-) -> RowBatch:
-    file, record, stored = files.rows(block, verify)
-    if record.shape[1:] != form[1] or (dtype is None and record.dtype != form[0]):
+) -> CaptureEntry:
+    file, record, rows = files.rows(block, verify)
+    if record.form[1] != form[1] or (dtype is None and record.form[0] != form[0]):
         raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
-    rows = slice(block.start, block.stop)
     if dtype == "float32":
-        stored = to_float32(stored, record.dtype, None if record.scale is None else record.scale[rows])
+        rows = replace(rows, array=rows.values(), dtype="float32", scale=None)
     if not labels:
-        return RowBatch(stored)
+        return rows
     request = record.request_id or str(file.facts.get("request_id", ""))
-    positions, token_ids = (
-        np.full(len(stored), -1, np.int64) if values is None else values[rows]
-        for values in (record.positions, record.token_ids)
-    )
-    return RowBatch(stored, positions, token_ids, [request] * len(stored))
-
-
-def _concatenated(batches: list[RowBatch]) -> RowBatch:
-    together = np.concatenate([batch.array for batch in batches])
-    if batches[0].positions is None:
-        return RowBatch(together)
-    return RowBatch(
-        together,
-        np.concatenate([batch.positions for batch in batches if batch.positions is not None]),
-        np.concatenate([batch.token_ids for batch in batches if batch.token_ids is not None]),
-        [name for batch in batches for name in batch.requests or ()],
-    )
-
-
-def _taken(batch: RowBatch, rows: Array) -> RowBatch:
-    """A copy of some rows; a view would keep the whole pool alive."""
-    if batch.positions is None or batch.token_ids is None or batch.requests is None:
-        return RowBatch(batch.array[rows])
-    return RowBatch(
-        batch.array[rows], batch.positions[rows], batch.token_ids[rows], [batch.requests[row] for row in rows]
+    unknown = [-1] * len(rows)
+    return replace(
+        rows,
+        positions=unknown if rows.positions is None else rows.positions,
+        token_ids=unknown if rows.token_ids is None else rows.token_ids,
+        requests=[request] * len(rows),
     )

@@ -15,13 +15,14 @@ import mmap as mapping
 import os
 import stat
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from birkhoff.capture.spec.dtypes import STORED, Array
+from birkhoff.capture.store.entry import CaptureEntry
 from birkhoff.errors import CaptureChecksum, CaptureFileError, quoted
 
 MAX_SIDECAR_BYTES = 512 << 20
@@ -30,6 +31,7 @@ MAX_ROWS = 1 << 40
 MAX_WIDTH = 1 << 31
 MAX_DIMENSIONS = 8
 _BLOCK = 4 << 20
+_NO_ROWS = np.empty(0)
 _ENTRY_WORDS = frozenset(
     """layer hook shape offset nbytes dtype row_shape positions token_ids phase row_offset steps crc32 scale axes
     entries""".split()
@@ -37,31 +39,34 @@ _ENTRY_WORDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class SidecarEntry:
-    """One entry of a sidecar: rows of one hook and layer at `offset` of the payload."""
+class PayloadRange:
+    """Where the rows of an entry are in the payload. `unread` is the entry with its labels and without its rows."""
 
-    layer: int
-    hook: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]  # rows first
-    dtype: str
-    positions: Array | None  # int64
-    token_ids: Array | None
-    phases: list[str] | None
-    scale: Array | None
     crc32: int | None
-    axes: list[str] | None
     row_offset: int | None
     request_id: str | None
+    unread: CaptureEntry
 
     @property
     def rows(self) -> int:
         return self.shape[0]
 
     @property
+    def site(self) -> tuple[str, int]:
+        return self.unread.hook, self.unread.layer
+
+    @property
+    def form(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and row shape."""
+        return self.unread.dtype, self.shape[1:]
+
+    @property
     def name(self) -> str:
-        return f"{self.hook}[{self.layer}], bytes {self.offset} to {self.offset + self.nbytes}"
+        hook, layer = self.site
+        return f"{hook}[{layer}], bytes {self.offset} to {self.offset + self.nbytes}"
 
 
 class CaptureFile:
@@ -91,9 +96,9 @@ class CaptureFile:
             self.close()
         self._refuse("keeps changing while it is read. Wait until its writer is done.")
 
-    def read(self, record: SidecarEntry, verify: bool = True, mmap: bool = False) -> Array:
-        """The rows of a record, shaped. With `mmap` the file is mapped; changes to the array stay private."""
-        stored = STORED[record.dtype]
+    def read(self, record: PayloadRange, verify: bool = True, mmap: bool = False) -> CaptureEntry:
+        """The rows of a record. With `mmap` the file is mapped; changes to the array stay private."""
+        stored = STORED[record.unread.dtype]
         if mmap and record.nbytes and record.offset % stored.itemsize == 0:
             flat = self._mapped(record, stored)
             total = zlib.crc32(_bytes_of(flat)) if verify and record.crc32 is not None else record.crc32
@@ -101,25 +106,25 @@ class CaptureFile:
             flat = np.empty(record.nbytes // stored.itemsize, stored)
             total = self._fill(record, _bytes_of(flat), verify)
         self._compare(record, total)
-        return flat.reshape(record.shape)
+        return replace(record.unread, array=flat.reshape(record.shape))
 
-    def check(self, record: SidecarEntry) -> None:
+    def check(self, record: PayloadRange) -> None:
         """Compare a record with its checksum in bounded memory."""
         total = 0
-        held = memoryview(bytearray(min(_BLOCK, record.nbytes)))
+        buffer = memoryview(bytearray(min(_BLOCK, record.nbytes)))
         for start in range(0, record.nbytes, _BLOCK):
-            view = held[: min(_BLOCK, record.nbytes - start)]
+            view = buffer[: min(_BLOCK, record.nbytes - start)]
             self._read_into(record, view, record.offset + start)
             total = zlib.crc32(view, total)
         if record.crc32 is not None:
             self._compare(record, total)
 
-    def read_rows(self, record: SidecarEntry, start: int, stop: int) -> Array:
+    def read_rows(self, record: PayloadRange, start: int, stop: int) -> CaptureEntry:
         """Some rows of a record, without checking its checksum."""
         row_bytes = record.nbytes // record.rows
-        out = np.empty((stop - start, *record.shape[1:]), STORED[record.dtype])
-        self._read_into(record, _bytes_of(out), record.offset + start * row_bytes)
-        return out
+        array = np.empty((stop - start, *record.shape[1:]), STORED[record.unread.dtype])
+        self._read_into(record, _bytes_of(array), record.offset + start * row_bytes)
+        return record.unread.with_rows(array, start)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -132,7 +137,7 @@ class CaptureFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _mapped(self, record: SidecarEntry, stored: np.dtype[Any]) -> Array:
+    def _mapped(self, record: PayloadRange, stored: np.dtype[Any]) -> Array:
         """Map the record in the open file, even if another file now has its name."""
         first = record.offset - record.offset % mapping.ALLOCATIONGRANULARITY
         pages = mapping.mmap(
@@ -140,14 +145,14 @@ class CaptureFile:
         )
         return np.frombuffer(pages, stored, record.nbytes // stored.itemsize, record.offset - first)
 
-    def _compare(self, record: SidecarEntry, total: int | None) -> None:
+    def _compare(self, record: PayloadRange, total: int | None) -> None:
         if total != record.crc32:
             raise CaptureChecksum(
                 f"{self.payload_path}: {record.name} changed since it was written (checksum {total}, expected "
                 f"{record.crc32}). Take this record from another copy; the others can be read with on_damage."
             )
 
-    def _fill(self, record: SidecarEntry, view: memoryview, verify: bool) -> int | None:
+    def _fill(self, record: PayloadRange, view: memoryview, verify: bool) -> int | None:
         if not verify or record.crc32 is None:
             self._read_into(record, view, record.offset)
             return record.crc32
@@ -158,7 +163,7 @@ class CaptureFile:
             total = zlib.crc32(block, total)
         return total
 
-    def _read_into(self, record: SidecarEntry, view: memoryview, offset: int) -> None:
+    def _read_into(self, record: PayloadRange, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
             count = os.preadv(self._file, [view[done : done + (1 << 30)]], offset + done)
@@ -170,7 +175,7 @@ class CaptureFile:
         self.close()
         raise CaptureFileError(f"{self.path}: {reason}")
 
-    def _parse(self, size: int) -> list[SidecarEntry]:
+    def _parse(self, size: int) -> list[PayloadRange]:
         facts = self.facts
         if "entries" not in facts:
             rows = {**facts, "offset": 0, "dtype": facts.get("dtype", "float32")}
@@ -195,7 +200,7 @@ class CaptureFile:
         self.facts = {name: value for name, value in facts.items() if name not in _ENTRY_WORDS}
         return records
 
-    def _record(self, entry: Any, dtype: Any, size: int, whole: bool = False) -> SidecarEntry:
+    def _record(self, entry: Any, dtype: Any, size: int, whole: bool = False) -> PayloadRange:
         if not isinstance(entry, dict):
             self._refuse(f"an entry is {_kind(entry)}, expected an object.")
         layer = self._whole(entry, "layer", 1 << 31)
@@ -227,21 +232,26 @@ class CaptureFile:
             or (row_shape and math.prod(row_shape) != width)
         ):
             self._refuse(f"row_shape of {label} is {quoted(row_shape)}, expected a shape of {width} numbers.")
-        return SidecarEntry(
+        shape = (rows, *row_shape) if row_shape else (rows, width)
+        unread = CaptureEntry(
             layer,
             hook,
-            offset,
-            nbytes,
-            (rows, *row_shape) if row_shape else (rows, width),
+            _NO_ROWS,
             dtype,
             self._labels(entry, "positions", label, rows),
             self._labels(entry, "token_ids", label, rows),
             self._phases(entry, label, rows),
             self._scale(entry, label, rows, dtype),
-            self._whole(entry, "crc32", 1 << 32) if entry.get("crc32") is not None else None,
             self._axes(entry, label),
+        )
+        return PayloadRange(
+            offset,
+            nbytes,
+            shape,
+            self._whole(entry, "crc32", 1 << 32) if entry.get("crc32") is not None else None,
             self._whole(entry, "row_offset", 1 << 62) if "row_offset" in entry else None,
             entry["request_id"] if isinstance(entry.get("request_id"), str) else None,
+            unread,
         )
 
     def _whole(self, entry: dict[str, Any], name: str, limit: int) -> int:
@@ -250,11 +260,11 @@ class CaptureFile:
             self._refuse(f"{name} of an entry is {quoted(value)}, expected a whole number below {limit}.")
         return value
 
-    def _labels(self, entry: dict[str, Any], name: str, label: str, rows: int) -> Array | None:
+    def _labels(self, entry: dict[str, Any], name: str, label: str, rows: int) -> list[int] | None:
         values = entry.get(name)
         if values is not None and (not _whole_numbers(values, 1 << 62) or len(values) != rows):
             self._refuse(f"{name} of {label} are {_kind(values)}, expected {rows} whole numbers.")
-        return None if values is None or not self._keep_labels else np.array(values, np.int64)
+        return values if self._keep_labels else None
 
     def _phases(self, entry: dict[str, Any], label: str, rows: int) -> list[str] | None:
         phase = entry.get("phase")

@@ -46,6 +46,7 @@ from birkhoff.sae.resolver import Attachment, SaeResolver, split_edits
 from birkhoff.sae.sae_fields import PARSERS
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, SteeringResolver, per_prompt_edits
+from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.output_stream import ChatStream, TextStream
 from birkhoff.text.prompt_texts import PromptTexts
@@ -180,6 +181,10 @@ class Engine:
     def request_edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
         """Like `edits_from_json`, for `requests`: edits are checked when the request resolves them, and not twice."""
         return self._steering.parse_wire(fields)
+
+    def check_edits(self, edits: Sequence[WireEdit]) -> None:
+        """Check vector edits of request fields against this model, as `edits_from_json` does."""
+        self._steering.check(edits)
 
     @property
     def runs(self) -> dict[str, Mapping[Address, SiteRows]]:

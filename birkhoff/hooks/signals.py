@@ -57,6 +57,11 @@ def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple
                 raise OptionError(
                     f"signals[{index}]: there is no vector named {quoted(known)}; there are: {registered}."
                 )
+            if hasattr(modules[known], "parts"):
+                raise OptionError(
+                    f"signals[{index}]: {quoted(known)} has vectors of several hooks, layers or phases, expected "
+                    "a module of one vector."
+                )
             if direction(modules[known]).shape[-1] % width:
                 raise OptionError(
                     f"signals[{index}]: {quoted(known)} is no vector of streams of {width} numbers."

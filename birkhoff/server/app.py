@@ -28,6 +28,7 @@ from birkhoff.server.chat_routes import ChatBody, ChatRoutes
 from birkhoff.server.completion_routes import CompletionBody, CompletionRoutes
 from birkhoff.server.context import ServingContext
 from birkhoff.server.contrast_routes import ContrastBody, ContrastRoutes
+from birkhoff.server.global_steering import GlobalSteeringBody
 from birkhoff.server.interp_routes import AttentionBody, EstimateBody, InterpRoutes, LensBody
 from birkhoff.server.links import SignedLinks
 from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
@@ -39,7 +40,7 @@ from birkhoff.server.response_routes import ResponseRoutes, ResponsesBody
 from birkhoff.server.sae_routes import FeaturesBody, GlobalClampsBody, SaeRoutes
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.service_routes import ServiceRoutes
-from birkhoff.server.steering_routes import GlobalSteeringBody, ModuleBody, SteeringRoutes, UnregisterBody
+from birkhoff.server.steering_routes import ModuleBody, SteeringRoutes, UnregisterBody
 from birkhoff.server.token_routes import DetokenizeBody, TemplateBody, TokenizeBody, TokenRoutes
 
 Handler = Callable[..., Awaitable[Response]]
@@ -338,7 +339,8 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
         steering.set,
         GlobalSteeringBody,
         "Set global steering",
-        "Sets the edits of every later request. Needs the steering key.",
+        "Sets the edits of every later request, in the fields of a call or as `vectors`, `prefill_vectors` and "
+        "`decode_vectors` by hook and layer. Needs the steering key.",
     )
     routes.post(
         "/v1/steering/clear",
@@ -353,7 +355,8 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
         steering.register,
         ModuleBody,
         "Register a steering module",
-        "Registers a vector under a name that calls can use. Needs the steering key.",
+        "Registers a vector, or vectors by tier, hook and layer, under a name that calls can use. Needs the steering "
+        "key.",
     )
     routes.post(
         "/v1/steering/modules/unregister",

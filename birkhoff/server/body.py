@@ -104,8 +104,10 @@ def validate(body_type: type[Body], fields: dict[str, Any]) -> Body:
         ) from None
 
 
-async def read_json(request: Request, max_bytes: int, seconds: float, max_depth: int) -> dict[str, Any]:
-    """Read the body of `request` and parse it as a JSON object."""
+async def read_json(
+    request: Request, max_bytes: int, seconds: float, max_depth: int, optional: bool = False
+) -> dict[str, Any]:
+    """Read the body of `request` and parse it as a JSON object. With `optional`, no body and `null` are empty ones."""
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(
@@ -116,6 +118,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float, max_depth:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "the body is compressed, expected plain JSON.", code="content-encoding")
     raw = await _read_bytes(request, max_bytes, seconds)
+    if optional and raw.strip() in (b"", b"null"):
+        return {}
     if len(raw) < LARGE_BODY:
         return parse_json(raw, max_depth)
     return await asyncio.to_thread(parse_json, raw, max_depth)

@@ -93,12 +93,14 @@ class ServingContext:
         return tokenizer.marker(token_id) or tokenizer.piece(token_id).decode("utf-8", "replace")
 
     async def read_body(
-        self, http: HttpRequest, body_type: type[Body], max_bytes: int | None = None
+        self, http: HttpRequest, body_type: type[Body], max_bytes: int | None = None, optional: bool = False
     ) -> tuple[Body, list[str]]:
-        """Read, parse and validate the request body. Returns it with warnings about ignored fields."""
+        """Read, parse and validate the request body. Returns it with warnings about fields without effect.
+
+        With `optional` a call without a body is one with an empty object."""
         limits = self.settings
         fields = await read_json(
-            http, max_bytes or limits.max_body_bytes, limits.body_seconds, limits.max_depth
+            http, max_bytes or limits.max_body_bytes, limits.body_seconds, limits.max_depth, optional
         )
         fields, warnings = spread_extra_body(fields)
         if int(http.headers.get("content-length", 0) or 0) > LARGE_BODY:

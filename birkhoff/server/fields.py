@@ -62,45 +62,36 @@ REFUSED = {
     "best_of": "ask for n answers and choose",
     "prompt_logprobs": "ask /v1/completions with echo and logprobs",
 }
-EXTENSIONS = (
-    "capture",
-    "capture_wait",
-    "steering_vectors",
-    "prefill_steering_vectors",
-    "decode_steering_vectors",
-    "steering_name",
-    "sae_clamp_specs",
-    "sae_full_reconstruction_specs",
-    "interventions",
-    "signals",
-    "baseline",
-)
 
 
-class InterpFields(RequestBody):
-    """The extension fields for capture, steering and signals; parsed by the packages they belong to."""
+class SteeringFields(RequestBody):
+    """The steering fields of a call; parsed by `steering/steering_fields.py`."""
 
-    capture: dict[str, Any] | None = None
-    capture_wait: bool = False
     steering_vectors: dict[str, Any] | None = None
     prefill_steering_vectors: dict[str, Any] | None = None
     decode_steering_vectors: dict[str, Any] | None = None
+    steering_clamps: dict[str, Any] | None = None
+    prefill_steering_clamps: dict[str, Any] | None = None
+    decode_steering_clamps: dict[str, Any] | None = None
     steering_name: Name | dict[str, Any] | None = None
     sae_clamp_specs: list[Any] | None = None
     sae_full_reconstruction_specs: list[Any] | None = None
     interventions: Annotated[list[Any], Field(max_length=64)] | None = None
-    signals: Annotated[list[Name], Field(max_length=32)] | Literal["all"] | bool | None = None
-    baseline: bool = False
 
     @property
     def steering_fields(self) -> dict[str, Any]:
         """The steering fields that are set."""
-        names = [
-            name
-            for name in EXTENSIONS
-            if "steering" in name or name.startswith("sae_") or name == "interventions"
-        ]
+        names = SteeringFields.model_fields
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class InterpFields(SteeringFields):
+    """The extension fields for capture, steering and signals; parsed by the packages they belong to."""
+
+    capture: dict[str, Any] | None = None
+    capture_wait: bool = False
+    signals: Annotated[list[Name], Field(max_length=32)] | Literal["all"] | bool | None = None
+    baseline: bool = False
 
 
 class StreamOptions(RequestBody):

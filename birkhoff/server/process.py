@@ -27,7 +27,7 @@ from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.sae_routes import attach_saes
 from birkhoff.server.server_settings import ServerSettings
-from birkhoff.steering.vector_file import SteeringVector
+from birkhoff.steering.modules import load_module
 
 SEND_BUFFER = 128 * 1024
 # The engine thread and the event loop share the GIL. At Python's default of 5 ms the event loop would wait that long
@@ -102,7 +102,7 @@ def serve(
 
 def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
     """Load the engine and apply this server's capture limits and consumers, steering modules and SAEs."""
-    vectors = {Path(path).stem: SteeringVector.load(path) for path in settings.steering_modules}
+    modules = dict(_read_module(text) for text in settings.steering_modules)
     consumers: list[tuple[str, Consumer]] = []
     try:
         for text in settings.capture_consumers:  # a wrong option is refused before the model is read
@@ -117,9 +117,17 @@ def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine
         raise
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
-    engine.modules.update(vectors)
+    engine.modules.update(modules)
     attach_saes(settings, engine)
     return engine
+
+
+def _read_module(text: str) -> tuple[str, Any]:
+    """Name and content of `[NAME=]FILE`; without a name it is the file's."""
+    name, equals, path = text.partition("=")
+    if equals and not Path(text).exists():
+        return name, load_module(path)
+    return Path(text).stem, load_module(text)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -49,7 +49,9 @@ class ServerSettings:
     capture_consumers: tuple[str, ...] = setting(
         (), "Consumer of captured rows, as [NAME=]KIND[:key=value,...]; repeatable."
     )
-    steering_modules: tuple[str, ...] = setting((), "Steering vector file to register at start; repeatable.")
+    steering_modules: tuple[str, ...] = setting(
+        (), "[NAME=]FILE of a steering vector (.safetensors) or tiers (.json) to register; repeatable."
+    )
     sae: tuple[str, ...] = setting((), "NAME=PATH of an SAE to attach at start; repeatable.")
     sae_full: tuple[str, ...] = setting(
         (), "NAME=PATH of an SAE whose reconstruction may replace activations; repeatable."

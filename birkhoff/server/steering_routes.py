@@ -7,23 +7,21 @@ applied. Running requests keep the edits they started with.
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.errors import quoted
-from birkhoff.hooks.layers import parse_layers
 from birkhoff.server.api_errors import ApiError, bad_request
-from birkhoff.server.body import RequestBody
-from birkhoff.server.fields import InterpFields, ModuleName, Name
+from birkhoff.server.body import StrictBody
+from birkhoff.server.fields import ModuleName, Name
+from birkhoff.server.global_steering import GlobalSteering, GlobalSteeringBody, TargetBody, TierFields
 from birkhoff.server.middleware import find_key
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings, is_loopback
-from birkhoff.steering.steering_fields import intervention, parse_steering
+from birkhoff.steering.tiers import SteeringModule
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_encoding import unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
@@ -33,106 +31,76 @@ if TYPE_CHECKING:
     from birkhoff.server.context import ServingContext
 
 
-def parse_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
-    """Parse the steering fields of a body into edits; None if there are none."""
-    return engine.edits_from_json(fields) if fields else None
-
-
 def request_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
     """Parse the steering fields of a request without checking them; the request resolves and checks its edits."""
     return engine.request_edits_from_json(fields) if fields else None
 
 
-class ModuleBody(RequestBody):
+class ModuleBody(TierFields):
+    """A module to register: one `vector`, or tiers of any hooks, layers, phases and scales.
+
+    A name that is taken needs `replace` beside `vector`. Tiers replace it, as on vLLM steering servers, unless
+    `replace` is false."""
+
     name: ModuleName
+    kind: Literal["additive"] = "additive"
     vector: dict[str, Any] | Annotated[list[float], Field(max_length=1 << 20)] | None = None
-    vectors: dict[str, Any] | None = None
-    replace: bool = False
+    replace: bool | None = None
 
 
-class UnregisterBody(RequestBody):
+class UnregisterBody(StrictBody):
     name: Name
-
-
-class GlobalSteeringBody(InterpFields):
-    """The steering fields of a call, applied to every later request."""
-
-    replace: bool = True
 
 
 class SteeringRoutes:
     def __init__(self, context: ServingContext):
         self._context = context
-        self._lock = threading.Lock()
-        self._edits: list[Any] = []
-        self._tier: AbstractContextManager[None] | None = None
+        self._global = GlobalSteering()
 
     async def status(self) -> Response:
         """The edits of the global tier, and the summed vector norms by hook and layer."""
-        norms: dict[str, dict[str, float]] = {}
-        for edit in self._edits:
-            for (hook, layer), norm in _vector_norms(edit, self._context.engine).items():
-                norms.setdefault(hook, {})[str(layer)] = norms.get(hook, {}).get(str(layer), 0.0) + norm
-        return json_response(
-            {
-                "interventions": [intervention(edit) for edit in self._edits],
-                "norms": norms,
-                "digest": self._context.engine.settings["steering"],
-            }
-        )
+        return json_response(self._global.status(self._context.engine))
 
     async def layers(self) -> Response:
         engine = self._context.engine
         steerable = [name for name, row in engine.schema.items() if row.steerable]
         last = engine.config.num_hidden_layers - 1
         each = {
-            str(layer): [name for name in steerable if not engine.schema[name].once or layer == last]
+            str(layer): {
+                "hook_points": [name for name in steerable if not engine.schema[name].once or layer == last]
+            }
             for layer in range(last + 1)
         }
         return json_response({"layers": each})
 
     async def set(self, http: HttpRequest) -> Response:
+        check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(
             http, GlobalSteeringBody, self._context.settings.max_upload_bytes
         )
-        check_steering_key(http, self._context.settings)
-        edits = parse_edits(body.steering_fields, self._context.engine) or []
-        if not edits:
-            raise bad_request(
-                "nothing to set: give steering fields, or call /v1/steering/clear.", "interventions"
-            )
-        self._change(edits if body.replace else [*self._edits, *edits])
-        return await self.status()
+        reply = self._global.set(body, self._context.engine)
+        return json_response({**reply, **self._global.status(self._context.engine)})
 
     async def clear(self, http: HttpRequest) -> Response:
         check_steering_key(http, self._context.settings)
-        self._change([])
-        return await self.status()
-
-    def _change(self, edits: list[Any]) -> None:
-        """Enter the new tier before leaving the old one, so that no request starts without either."""
-        with self._lock:
-            tier = self._context.engine.steering(*edits) if edits else None
-            if tier is not None:
-                tier.__enter__()
-            if self._tier is not None:
-                self._tier.__exit__(None, None, None)
-            self._tier = tier
-            self._edits = edits
+        body, _ = await self._context.read_body(http, TargetBody, optional=True)
+        body.check_target()
+        self._global.clear(self._context.engine)
+        return json_response({"status": "ok", **self._global.status(self._context.engine)})
 
     # Modules
 
     async def modules(self) -> Response:
         engine = self._context.engine
-        return json_response(
-            {"modules": [_module_json(name, engine.modules[name]) for name in sorted(engine.modules)]}
-        )
+        listed = [_module_json(name, engine.modules[name], engine) for name in sorted(engine.modules)]
+        return json_response({"modules": listed, "count": len(listed)})
 
     async def register(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read_body(http, ModuleBody, self._context.settings.max_upload_bytes)
         check_steering_key(http, self._context.settings)
+        body, _ = await self._context.read_body(http, ModuleBody, self._context.settings.max_upload_bytes)
         engine = self._context.engine
-        if body.name in engine.modules and not body.replace:
+        may_replace = bool(body.tiers) if body.replace is None else body.replace
+        if body.name in engine.modules and not may_replace:
             raise ApiError(
                 409,
                 "a module of this name is registered. Say replace, or choose another.",
@@ -140,19 +108,22 @@ class SteeringRoutes:
                 param="name",
                 headers={"x-should-retry": "false"},
             )
-        engine.modules[body.name] = _parse_module(body, engine.config.num_hidden_layers)
-        return json_response(_module_json(body.name, engine.modules[body.name]))
+        engine.modules[body.name] = _parse_module(body, engine)
+        reply = _module_json(body.name, engine.modules[body.name], engine)
+        spelling = "tiers" if body.tiers else "vector"
+        return json_response(
+            {"status": "ok", "spelling": spelling, **reply, "modules": sorted(engine.modules)}
+        )
 
     async def unregister(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read_body(http, UnregisterBody)
         check_steering_key(http, self._context.settings)
+        body, _ = await self._context.read_body(http, UnregisterBody)
         engine = self._context.engine
         if body.name not in engine.modules:
             raise ApiError(
                 404, f"there is no module named {quoted(body.name)}.", code="module-unknown", param="name"
             )
-        used = [edit for edit in self._edits if getattr(edit, "vector", None) == body.name]
-        if used:
+        if self._global.uses(body.name):
             raise ApiError(
                 409,
                 "the global tier uses this module. Clear it first.",
@@ -161,15 +132,20 @@ class SteeringRoutes:
                 headers={"x-should-retry": "false"},
             )
         del engine.modules[body.name]  # running requests keep the vectors they resolved
-        return json_response({"name": body.name, "registered": False})
+        return json_response(
+            {"status": "ok", "name": body.name, "registered": False, "modules": sorted(engine.modules)}
+        )
 
 
 def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
     """Raise 401 unless the steering key is presented. On loopback no key is needed if none is set."""
     keys = [key.encode() for key in settings.steering_api_key]
-    presented = http.headers.get("x-steering-key") or http.headers.get("x-steering-api-key") or ""
+    presented = http.headers.get("x-steering-key") or http.headers.get("x-steering-api-key")
+    if not presented:  # vLLM steering servers take it as the bearer token
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        presented = token if scheme.lower() == "bearer" else None
     if keys:
-        if find_key(keys, presented) is None:
+        if find_key(keys, presented or "") is None:
             raise ApiError(
                 401, "changes need the steering key. Send it as x-steering-key.", code="steering-key"
             )
@@ -182,22 +158,13 @@ def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
         )
 
 
-def _parse_module(body: ModuleBody, num_layers: int) -> Any:
-    """Parse a module: a steering vector with its hook, a plain list of numbers, or packed rows by hook and layer."""
-    if (body.vector is None) == (body.vectors is None):
-        raise bad_request("give either vector or vectors.", "vector")
-    if body.vectors is not None:
-        edits = [parsed.edit for parsed in parse_steering({"steering_vectors": body.vectors}, {})]
-        if len(edits) != 1:
-            raise bad_request(
-                "vectors: a module has one hook and one strength. Register one module for each.", "vectors"
-            )
-        edit = edits[0]
-        if isinstance(edit.vector, SteeringVector):
-            return edit.vector
-        return SteeringVector(
-            dict.fromkeys(edit.layers.expand(num_layers), edit.vector), "add", edit.hook, scale=edit.scale
-        )
+def _parse_module(body: ModuleBody, engine: Engine) -> Any:
+    """Parse a module: tiers, a steering vector with its hook, a packed row, or a plain list of numbers."""
+    if (body.vector is None) == (not body.tiers):
+        raise bad_request("give either vector or vectors, prefill_vectors, decode_vectors.", "vector")
+    if body.tiers:
+        module = SteeringModule.from_json(body.tiers)
+        return module.as_vector(engine.config.num_hidden_layers) or module
     assert body.vector is not None
     if isinstance(body.vector, list):
         return Vector(body.vector, body.name)
@@ -206,8 +173,17 @@ def _parse_module(body: ModuleBody, num_layers: int) -> Any:
     return SteeringVector.from_json(body.vector)
 
 
-def _module_json(name: str, module: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"name": name, "kind": "additive", "width": len(module), "digest": module.digest}
+def _module_json(name: str, module: Any, engine: Engine) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": name, "kind": "additive", "digest": module.digest}
+    if isinstance(module, SteeringModule):
+        sites = module.sites(engine.config.num_hidden_layers)
+        return fields | {
+            "hook": ", ".join(sorted({hook for hook, _ in sites})),
+            "layers": sorted({layer for _, layer in sites}),
+            "sites": [f"{hook}[{layer}]" for hook, layer in sites],
+            "phases": sorted({part.phase for part in module.parts}),
+        }
+    fields["width"] = len(module)
     if isinstance(module, SteeringVector):
         fields |= {
             "op": module.op,
@@ -221,18 +197,3 @@ def _module_json(name: str, module: Any) -> dict[str, Any]:
             "norms": {str(layer): float(row.tensor().norm()) for layer, row in module.rows.items()},
         }
     return fields
-
-
-def _vector_norms(edit: Any, engine: Engine) -> dict[tuple[str, int], float]:
-    """Scaled norm of an edit's vector, by hook and layer; empty for edits without a vector."""
-    vector = getattr(edit, "vector", None)
-    module = engine.modules[vector] if isinstance(vector, str) else vector
-    if isinstance(module, SteeringVector):
-        return {
-            (module.hook, layer): edit.scale * float(row.tensor().norm())
-            for layer, row in module.rows.items()
-        }
-    if isinstance(module, Vector) and edit.hook is not None:
-        layers = parse_layers(edit.layers).expand(engine.config.num_hidden_layers)
-        return {(edit.hook, layer): edit.scale * float(module.tensor().norm()) for layer in layers}
-    return {}

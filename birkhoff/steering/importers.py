@@ -20,11 +20,11 @@ import torch
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.site_names import STREAMS_POST_MLP
+from birkhoff.steering.tiers import VECTORS
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_encoding import layer_vectors
 from birkhoff.steering.vector_file import OPS, SteeringVector
 
-TIERS = {"vectors": "both", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 _DIRECTION = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")
 _LAYER = re.compile(r"(?:.*?[._])?(\d{1,6})(?:\.[a-z_]+)?")
 
@@ -44,10 +44,10 @@ def from_module_json(raw: Any, op: Any, **metadata: Any) -> dict[str, SteeringVe
 
     A scale in the file is multiplied into the vector."""
     op = check_op(op)
-    if not isinstance(raw, Mapping) or not any(isinstance(raw.get(tier), Mapping) for tier in TIERS):
-        raise SteeringError(f"the file holds {quoted(raw)}, expected an object with {', '.join(TIERS)}.")
+    if not isinstance(raw, Mapping) or not any(isinstance(raw.get(tier), Mapping) for tier in VECTORS):
+        raise SteeringError(f"the file holds {quoted(raw)}, expected an object with {', '.join(VECTORS)}.")
     vectors = {}
-    for tier, phase in TIERS.items():
+    for tier, phase in VECTORS.items():
         for hook, by_layer in (raw.get(tier) or {}).items():
             entries = layer_vectors(by_layer, f"{tier}.{hook}")
             streams = {quoted(entry.streams): entry.streams for entry in entries}

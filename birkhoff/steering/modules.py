@@ -1,9 +1,9 @@
 """`engine.modules`: vectors that requests can refer to by name.
 
-A module is a row of numbers, a `SteeringVector`, or the path of a vector file. A steering vector is checked against
-the model before it is registered: one made for another model, for a hook or layer that this model lacks, or of
-another width is refused and nothing changes. Running requests keep the vector they resolved when a name is
-reassigned or deleted."""
+A module is a row of numbers, a `SteeringVector`, a `SteeringModule` of several hooks, layers and phases, or the path
+of a file of either. It is checked against the model before it is registered: one made for another model, for a hook or
+layer that this model lacks, or of another width is refused and nothing changes. Running requests keep the vector they
+resolved when a name is reassigned or deleted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from typing import Any
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.schema import HookSchema
+from birkhoff.steering.tiers import SteeringModule
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_edits import Add, Project
 from birkhoff.steering.vector_file import SteeringVector
 
-Module = Vector | SteeringVector
+Module = Vector | SteeringVector | SteeringModule
 Identity = Callable[[], tuple[str, str]]  # the model's name and the revision of its weights
+
+
+def load_module(path: str | Path) -> SteeringVector | SteeringModule:
+    """Read a module from a file: JSON of tiers (`tiers.py`), or a vector file."""
+    return SteeringModule.load(path) if Path(path).suffix == ".json" else SteeringVector.load(path)
 
 
 class NamedVectors(MutableMapping[str, Module]):
@@ -40,10 +46,13 @@ class NamedVectors(MutableMapping[str, Module]):
         if not isinstance(name, str) or not name:
             raise SteeringError(f"a module is named by a text, not {quoted(name)}.")
         if isinstance(vector, (str, Path)):
-            vector = SteeringVector.load(vector)
-        module = vector if isinstance(vector, (Vector, SteeringVector)) else Vector(vector, name)
+            vector = load_module(vector)
+        module = vector if isinstance(vector, Module) else Vector(vector, name)
         if isinstance(module, SteeringVector):
             self._check(name, module)
+        elif isinstance(module, SteeringModule):
+            for part in module.parts:
+                part.resolve(self._schema, self._num_layers, {}, 1, 2)
         self._modules[name] = module
 
     def __delitem__(self, name: str) -> None:

@@ -13,7 +13,8 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.modules import Identity, NamedVectors
-from birkhoff.steering.steering_fields import Parser, WireEdit, parse_steering
+from birkhoff.steering.steering_fields import Parser, parse_steering
+from birkhoff.steering.tiers import SteeringModule, WireEdit
 from birkhoff.steering.vector_edits import ResolvedEdit, VectorEdit, check_directions, check_edits
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
@@ -45,7 +46,7 @@ class SteeringResolver:
         """Apply these edits to every request submitted inside the block."""
         checked = check_edits(list(edits))
         for edit in checked:  # errors are raised here, not at the next request
-            self._resolve(edit, "", None, 0)
+            list(self._resolve(edit, "", None, 0))
         self._for_all.append(checked)
         try:
             yield
@@ -59,8 +60,9 @@ class SteeringResolver:
         request_edits = () if steer is None else check_edits(_unwrap(steer))
         every = [edit for tier in self._for_all for edit in tier]
         resolved = tuple(
-            self._resolve(edit, path, prompt_ids, max_tokens)
+            part
             for edit, path in zip((*every, *request_edits), [*[""] * len(every), *paths])
+            for part in self._resolve(edit, path, prompt_ids, max_tokens)
         )
         check_directions(resolved)
         return resolved
@@ -68,11 +70,14 @@ class SteeringResolver:
     def from_wire(self, fields: Mapping[str, Any]) -> list[Any]:
         """The edits of a request's steering fields, checked against this model; errors name the field."""
         edits = self.parse_wire(fields)
-        for item in edits:
-            if isinstance(item, WireEdit):
-                self._resolve(item.edit, item.path, None, 0)
+        self.check([item for item in edits if isinstance(item, WireEdit)])
         unwrapped: list[Any] = _unwrap(edits)
         return unwrapped
+
+    def check(self, edits: Sequence[WireEdit]) -> None:
+        """Check vector edits of request fields against this model; errors name the field."""
+        for item in edits:
+            list(self._resolve(item.edit, item.path, None, 0))
 
     def parse_wire(self, fields: Mapping[str, Any]) -> list[Any]:
         """The edits of a request's steering fields. Vector edits are `WireEdit`s, which `edits` checks against the
@@ -82,9 +87,13 @@ class SteeringResolver:
 
     def _resolve(
         self, edit: VectorEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
-    ) -> ResolvedEdit:
+    ) -> Iterator[ResolvedEdit]:
+        """The edit resolved, or the parts of the module of several hooks that it names."""
         try:
-            return edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
+            module = self.modules.get(edit.vector) if isinstance(edit.vector, str) else None
+            parts = module.edits(edit) if isinstance(module, SteeringModule) else [edit]
+            for part in parts:
+                yield part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
         except RequestError as error:
             if path:
                 raise SteeringError(str(error), path) from None

@@ -1,6 +1,7 @@
 """Steering as request fields: the fields of compatible servers and our `interventions`, parsed into the same edits.
 
     steering_vectors, prefill_steering_vectors, decode_steering_vectors    {hook: vectors by layer} (`vector_encoding`)
+    steering_clamps, prefill_steering_clamps, decode_steering_clamps       {hook: {layer: [clamps]}} (`tiers`)
     steering_name                                                          a registered module, or {"name", "scale"}
     interventions                                                          [{"op", "at", "vector", ...}], in order
 
@@ -12,18 +13,16 @@ error names the field at fault. `intervention` is the inverse for single edits."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.site_names import STREAMS_POST_MLP
-from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.tiers import SteeringTiers, WireEdit, compatible_path
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
-from birkhoff.steering.vector_encoding import LayerVector, layer_vectors, unpacked_vector
+from birkhoff.steering.vector_encoding import unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
 
 TIERS = {
@@ -31,8 +30,13 @@ TIERS = {
     "prefill_steering_vectors": "prefill",
     "decode_steering_vectors": "decode",
 }
+CLAMP_TIERS = {
+    "steering_clamps": "both",
+    "prefill_steering_clamps": "prefill",
+    "decode_steering_clamps": "decode",
+}
 FEATURES = ("sae_clamp_specs", "sae_full_reconstruction_specs")
-COMPATIBLE = ("steering_name", *TIERS, *FEATURES)
+COMPATIBLE = ("steering_name", *TIERS, *CLAMP_TIERS, *FEATURES)
 NATIVE = "interventions"
 OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch}
 _COMMON = ("op", "at", "vector", "scale", "streams", "where", "phase", "path")
@@ -44,14 +48,6 @@ _OWN = {
 }
 
 Parser = Callable[[Any, str], Sequence[Any]]  # value and path of a field -> edits
-
-
-@dataclass(frozen=True)
-class WireEdit:
-    """An edit and the path of its request field."""
-
-    path: str
-    edit: Any
 
 
 def parse_steering(
@@ -75,7 +71,9 @@ def parse_steering(
         elif name == "steering_name":
             edits.append(_named(value, modules))
         elif name in TIERS:
-            edits += _tier(value, name)
+            edits += SteeringTiers.parse({name: value}, TIERS, {}).edits(TIERS)
+        elif name in CLAMP_TIERS:
+            edits += SteeringTiers.parse({name: value}, {}, CLAMP_TIERS).edits(CLAMP_TIERS)
         else:
             edits += [WireEdit(name, edit) for edit in _parser(features or {}, name, name)(value, name)]
     return edits
@@ -119,47 +117,7 @@ def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
             f"{quoted(name)} is made to clamp, which needs bounds. Use {NATIVE} with min or max.", path
         )
     hook = getattr(modules[name], "hook", None)
-    return WireEdit(path, OPS[op](name, scale=scale, path=_compatible_path(hook)))
-
-
-def _tier(value: Any, field: str) -> Iterator[WireEdit]:
-    if not isinstance(value, Mapping):
-        raise SteeringError(f"is {quoted(value)}, expected an object from hooks to vectors.", field)
-    for hook, raw in value.items():
-        path = f"{field}.{hook}"
-        entries = layer_vectors(raw, path)
-        if hook in BY_NAME and BY_NAME[hook].once and len(entries) > 1:
-            layers = [entry.layer for entry in entries]
-            raise SteeringError(
-                f"{hook} fires once per model, and layers {layers} are given. Give one vector.", path
-            )
-        for group in _group_layers(entries):
-            yield WireEdit(group[0].path if len(group) == 1 else path, _add(group, hook, TIERS[field], path))
-
-
-def _group_layers(entries: list[LayerVector]) -> Iterator[list[LayerVector]]:
-    """Groups of layers that fit one edit: the same scale and streams, and no row that `SteeringVector` refuses."""
-    groups: dict[Any, list[LayerVector]] = {}
-    for entry in entries:
-        alone = entry.layer if entry.layer < 0 or not float(entry.vector.tensor().norm()) else None
-        groups.setdefault((entry.scale, str(entry.streams), len(entry.vector), alone), []).append(entry)
-    return iter(groups.values())
-
-
-def _add(entries: list[LayerVector], hook: str, phase: str, path: str) -> Add:
-    first = entries[0]
-    layers = [entry.layer for entry in entries]
-    vector: Any = first.vector
-    with field_path(path, SteeringError):
-        if len(entries) > 1:
-            vector = SteeringVector({entry.layer: entry.vector for entry in entries}, "add", hook)
-        return Add(vector, hook, layers, first.scale, first.streams, phase=phase, path=_compatible_path(hook))
-
-
-def _compatible_path(hook: str | None) -> str:
-    return (
-        "both" if hook == STREAMS_POST_MLP else "carry"
-    )  # "after the layer" changes everything that follows
+    return WireEdit(path, OPS[op](name, scale=scale, path=compatible_path(hook)))
 
 
 def _interventions(value: Any, features: Mapping[str, Parser], runs: Mapping[str, Any]) -> Iterator[WireEdit]:

@@ -24,7 +24,7 @@ from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector, finite_number
 
 DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-_BLOB = ("dtype", "shape", "layer_indices", "data", "scales", "streams")
+_PACKED = ("dtype", "shape", "layer_indices", "data")
 _ENTRY = ("vector", "scale", "streams")
 
 
@@ -43,8 +43,7 @@ def layer_vectors(raw: Any, path: str) -> list[LayerVector]:
     """The vectors of one hook, ascending by layer."""
     if not isinstance(raw, Mapping):
         raise SteeringError(
-            f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_BLOB[:4])}.",
-            path,
+            f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_PACKED)}.", path
         )
     entries = list(_unpacked(raw, path) if "data" in raw or "dtype" in raw else _listed(raw, path))
     if not entries:
@@ -98,32 +97,41 @@ def _listed(raw: Mapping[Any, Any], path: str) -> Iterator[LayerVector]:
         )
 
 
-def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
-    unknown = [key for key in raw if key not in _BLOB]
-    missing = [key for key in _BLOB[:4] if key not in raw]
+def packed_rows(raw: Mapping[str, Any], own: tuple[str, ...], path: str) -> list[tuple[int, Vector]]:
+    """Layer and row of every row of a packed blob, in their order. `own` are keys of the caller beside the blob's."""
+    known = (*_PACKED, *own)
+    unknown = [key for key in raw if key not in known]
+    missing = [key for key in _PACKED if key not in raw]
     if unknown or missing:
         fault = f"has the unknown key {quoted(unknown[0])}" if unknown else f"has no {missing[0]}"
-        raise SteeringError(f"{fault}, expected a packed blob with {', '.join(_BLOB)}.", path)
+        raise SteeringError(f"{fault}, expected a packed blob with {', '.join(known)}.", path)
     shape = raw["shape"]
     layers = raw["layer_indices"]
-    scales = raw.get("scales")
     if not is_list(shape) or len(shape) != 2:
         raise SteeringError(f"is {quoted(shape)}, expected [layers, width].", f"{path}.shape")
     count, width = (_size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
     if not is_list(layers) or len(layers) != count:
         seen = f"has {len(layers)} entries" if is_list(layers) else f"is {quoted(layers)}"
         raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.layer_indices")
-    if scales is not None and (not is_list(scales) or len(scales) != count):
-        seen = f"has {len(scales)} entries" if is_list(scales) else f"is {quoted(scales)}"
-        raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.scales")
     rows = _numbers(raw, (count, width), path)
+    found = []
     for index, value in enumerate(layers):
         layer = as_int(value)
         if layer is None:
             raise SteeringError(f"is {quoted(value)}, expected a layer.", f"{path}.layer_indices[{index}]")
+        found.append((layer, _vector(rows[index], f"{path}.data[{index}]")))
+    return found
+
+
+def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
+    rows = packed_rows(raw, ("scales", "streams"), path)
+    scales = raw.get("scales")
+    if scales is not None and (not is_list(scales) or len(scales) != len(rows)):
+        seen = f"has {len(scales)} entries" if is_list(scales) else f"is {quoted(scales)}"
+        raise SteeringError(f"{seen}, expected one for each of {len(rows)} rows.", f"{path}.scales")
+    for index, (layer, row) in enumerate(rows):
         scale = 1.0 if scales is None else finite_number(scales[index], "scale", f"{path}.scales[{index}]")
-        where = f"{path}.data[{index}]"
-        yield LayerVector(layer, _vector(rows[index], where), scale, raw.get("streams"), where)
+        yield LayerVector(layer, row, scale, raw.get("streams"), f"{path}.data[{index}]")
 
 
 def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.ndarray[Any, Any]:

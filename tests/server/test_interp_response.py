@@ -390,7 +390,7 @@ def test_the_global_tier_and_modules(served, engine):
         "wide",
         "narrow",
     }
-    assert OUT in served.get("/v1/steering/layers").json()["layers"]["0"]
+    assert OUT in served.get("/v1/steering/layers").json()["layers"]["0"]["hook_points"]
 
 
 def test_e6_a_module_removed_during_use(served, engine):

@@ -11,11 +11,25 @@ from numbers import Integral, Real
 from birkhoff.errors import BirkhoffError, OptionError, quoted
 
 Errors = type[BirkhoffError]
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def as_int(value: object) -> int | None:
     """Return `value` as an int when it is a whole number (also a NumPy one), else None. Booleans give None."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def as_float32(value: object) -> float | None:
+    """Return `value` as a float when it is a number that float32 holds (no NaN, no infinity), else None.
+
+    Edits are computed in float32: a larger number would become infinite on the way."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer larger than any float
+        return None
+    return number if -FLOAT32_MAX <= number <= FLOAT32_MAX else None
 
 
 def check_int(

@@ -541,6 +541,7 @@ class Engine:
         ids = tuple(self.prompt_ids(prompt))
         room = room_for(ids, self.max_context)
         max_tokens = params.max_tokens if sampling.max_tokens_given else min(params.max_tokens, room)
+        self._core.check_context(len(ids), max_tokens)
         if params.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file
         seed = seed_for(params)

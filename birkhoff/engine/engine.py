@@ -134,6 +134,16 @@ class EngineCore:
             for request in requests:
                 self.scheduler.submit(request)
 
+    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raise `ContextError` when a prompt and its answer cannot fit. Called before anything is planned for them, so
+        that the cost of a refusal does not depend on the numbers in it."""
+        total_tokens = prompt_tokens + max_tokens
+        if total_tokens > self.max_context:
+            raise ContextError(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together {total_tokens}, the "
+                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
+            )
+
     def check_open(self) -> None:
         if self._closed:
             raise EngineClosed("this engine was closed. Load the model again.")
@@ -343,13 +353,7 @@ class EngineCore:
                 self.scheduler.release(chunk.request)
 
     def _check_fits(self, request: Request) -> None:
-        prompt = len(request.prompt_ids)
-        total_tokens = prompt + request.max_tokens
-        if total_tokens > self.max_context:
-            raise ContextError(
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {total_tokens}, the "
-                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
-            )
+        self.check_context(len(request.prompt_ids), request.max_tokens)
         needed = pages_for(request.max_cached_tokens)
         total = self.scheduler.pages.size
         if needed > total:

@@ -76,6 +76,50 @@ class _TokenRange:
             selected = selected[np.isin(ids, self.token_ids)]
         return selected
 
+    def count(self, start: int, stop: int) -> int:
+        """Number of selected positions in [start, stop), conditions on ids ignored. Memory does not grow with the
+        range: callers may name any number of tokens before a limit is applied."""
+        if self.listed is not None:
+            return len(self.positions(start, stop, 0, None))
+        ranges = self._ranges(start, stop)
+        points = self._excluded_points(ranges)
+        return sum(len(part) for part in ranges) - len(points)
+
+    def first(self, start: int, stop: int) -> int | None:
+        """The first selected position in [start, stop), conditions on ids ignored; None if there is none."""
+        if self.listed is not None:
+            selected = self.positions(start, stop, 0, None)
+            return int(selected[0]) if len(selected) else None
+        ranges = self._ranges(start, stop)
+        points = set(self._excluded_points(ranges).tolist())
+        return next((at for part in ranges for at in part if at not in points), None)
+
+    def _ranges(self, start: int, stop: int) -> list[range]:
+        """[start, stop) of this range without the ranges it excludes, as disjoint ascending ranges."""
+        ranges = [range(max(start, self.start), min(stop, self.stop))]
+        for part in self.without:
+            if part.listed is None and part.token_ids is None:
+                ranges = [
+                    piece
+                    for each in ranges
+                    for piece in (
+                        range(each.start, min(each.stop, part.start)),
+                        range(max(each.start, part.stop), each.stop),
+                    )
+                ]
+        return [each for each in ranges if each]
+
+    def _excluded_points(self, ranges: Sequence[range]) -> np.ndarray:
+        """The positions in `ranges` that are excluded one by one, ascending and distinct."""
+        listed = [part.listed for part in self.without if part.listed is not None and part.token_ids is None]
+        if not listed:
+            return _NONE
+        points = np.unique(np.concatenate(listed))
+        inside = np.zeros(len(points), bool)
+        for each in ranges:
+            inside |= (points >= each.start) & (points < each.stop)
+        return points[inside]
+
     def holds(self, positions: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
         """Mask of `positions` that are in this range, which has no `without` of its own."""
         mask = (positions >= self.start) & (positions < self.stop)
@@ -148,10 +192,7 @@ class PositionSelector:
 
         If the selection depends on token ids that `bind` was not given, the first that could be selected.
         """
-        if self._prompt is None:
-            return None
-        selected = self._prompt.positions(0, self.prompt_len, 0, None)
-        return int(selected[0]) if len(selected) else None
+        return None if self._prompt is None else self._prompt.first(0, self.prompt_len)
 
     def finished(self, position: int) -> bool:
         """Whether nothing at `position` or after it can be selected."""
@@ -161,10 +202,8 @@ class PositionSelector:
     def max_rows(self) -> tuple[int, int]:
         """Upper bounds of the numbers of selected (prompt, generated) rows; see `exact`."""
         last = self.prompt_len + max(self.max_tokens - 1, 0)
-        early = 0 if self._prompt is None else len(self._prompt.positions(0, self.prompt_len, 0, None))
-        late = (
-            0 if self._generated is None else len(self._generated.positions(self.prompt_len, last, 0, None))
-        )
+        early = 0 if self._prompt is None else self._prompt.count(0, self.prompt_len)
+        late = 0 if self._generated is None else self._generated.count(self.prompt_len, last)
         return early, late
 
     @property

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from birkhoff.errors import SaeError, quoted
+from birkhoff.option_checks import FLOAT32_MAX, as_float32
 from birkhoff.sae.dictionary import Sae
 
 NONE, ABSOLUTE, ADDITIVE, MULTIPLY, BOUND = range(5)
@@ -65,7 +66,7 @@ class FeatureClamp:
 
 def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: str) -> FeatureClamp:
     """Parse a clamp; `value` may be an object with `kind`, `value` and `only_if_active`."""
-    if isinstance(feature, str) and feature.isdecimal():
+    if isinstance(feature, str) and feature.isdecimal() and len(feature) < 20:
         feature = int(feature)  # keys of JSON objects are strings
     if isinstance(feature, bool) or not isinstance(feature, (int, str)) or not _is_name(feature):
         raise SaeError(f"{path}: feature {quoted(feature)}, expected a number from 0 or a label.")
@@ -106,9 +107,13 @@ def _is_name(feature: int | str) -> bool:
 def _amount(value: Any, path: str) -> Amount:
     relative = isinstance(value, Mapping) and set(value) == {"x_max"}
     inner = value["x_max"] if relative else value.times if isinstance(value, XMax) else value
-    if isinstance(inner, bool) or not isinstance(inner, (int, float)) or not math.isfinite(inner):
-        raise SaeError(f"{path}: value is {quoted(value)}, expected a finite number or {{'x_max': number}}.")
-    return XMax(float(inner)) if relative or isinstance(value, XMax) else float(inner)
+    number = as_float32(inner)
+    if number is None:
+        raise SaeError(
+            f"{path}: value is {quoted(value)}, expected a finite number of at most {FLOAT32_MAX:.3g}, or "
+            "{'x_max': number}."
+        )
+    return XMax(number) if relative or isinstance(value, XMax) else number
 
 
 def _amount_json(amount: Amount | None) -> Any:
@@ -177,7 +182,13 @@ def _number(amount: Amount | None, sae: Sae, feature: int, missing: float) -> fl
             f"feature {feature} is set to {amount.times} times its largest activation, and this dictionary has none "
             "recorded. Give a number, or a dictionary with x_max (birkhoff sae features records it)."
         )
-    return amount.times * float(sae.x_max[feature])
+    number = as_float32(amount.times * float(sae.x_max[feature]))
+    if number is None:
+        raise SaeError(
+            f"feature {feature}: {amount.times} times its largest activation {float(sae.x_max[feature])} is more than "
+            f"{FLOAT32_MAX:.3g}. Give a smaller factor."
+        )
+    return number
 
 
 class ClampParameters(NamedTuple):

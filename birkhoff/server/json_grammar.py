@@ -2,13 +2,15 @@
 
 llguidance computes the set of tokens a grammar allows next, and the sampler masks all others. Chat markers are
 separate tokens in a grammar, so text cannot imitate them. Reasoning is unconstrained up to its end marker. Grammars are
-compiled once and cached; the cost of a schema is limited, and schemas that are too large, invalid or match nothing are
-refused before the request runs. If llguidance is not installed, such requests are refused with a message naming it.
+compiled once and cached. A new one is compiled in a child process first (`json_schema.py`), which limits its cost;
+schemas that are too large, invalid or match nothing are refused before the request runs. If llguidance is not
+installed, such requests are refused with a message naming it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,17 +22,19 @@ from birkhoff.engine.request import TokenMask
 from birkhoff.errors import quoted
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.fields import ResponseFormat
+from birkhoff.server.json_schema import MAX_SCHEMA_BYTES, SchemaCompiler, check_schema
 from birkhoff.text.markers import DSML, END_THINK
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.text.tokenizer import Tokenizer
 
-MAX_SCHEMA_BYTES = 64 * 1024
+MAX_GRAMMAR_CHARS = 512 * 1024
 MAX_KEPT = 32
 # One space after separators, as json.dumps writes. Flexible whitespace would allow an output of spaces only.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MaskFactory = Callable[[], TokenMask]
+_MARKER = re.compile("\0([0-9]+)\0")
 
 
 class GrammarCompiler:
@@ -40,6 +44,7 @@ class GrammarCompiler:
         self._engine = engine
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._checker = SchemaCompiler()
 
     def from_response_format(
         self, response_format: ResponseFormat | None, thinking: bool
@@ -54,6 +59,7 @@ class GrammarCompiler:
                     "response_format.json_schema.schema is missing.", "response_format.json_schema"
                 )
             schema = response_format.json_schema.schema_
+            check_schema(schema, "response_format.json_schema.schema")
         return self.from_lark(
             f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format"
         )
@@ -77,9 +83,20 @@ class GrammarCompiler:
         ends = tuple(self._engine().config.eos_token_ids)
         matcher = self._compiled.get(grammar)
         if matcher is None:
+            if len(grammar) > MAX_GRAMMAR_CHARS:
+                raise bad_request(
+                    f"{param}: the schemas have {len(grammar)} characters together, expected at most "
+                    f"{MAX_GRAMMAR_CHARS}. Send fewer or smaller ones.",
+                    param,
+                    "schema-too-large",
+                )
+            self._checker.check(_MARKER.sub('"\\\\u0001"', grammar), param)
             limits = llguidance.LLParserLimits(initial_lexer_fuel=400_000, max_grammar_size=100_000)
             matcher = llguidance.LLMatcher(
-                self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
+                self._tokenizer,
+                llguidance.LLMatcher.grammar_from_lark(_MARKER.sub(r"<[\1]>", grammar)),
+                log_level=0,
+                limits=limits,
             )
             if matcher.is_error():
                 reason = matcher.get_error().split("\n")[0]
@@ -98,13 +115,14 @@ class GrammarCompiler:
         return lambda: GrammarMask(matcher.deep_copy(), ends)
 
     def marker(self, name: str) -> str:
-        """A chat marker in grammar notation, by token id."""
+        """A chat marker in a grammar: its token id between NUL characters, which no text of a caller contains once it
+        is written as a JSON string."""
         token = self._engine().tokenizer.markers.get(name)
         if token is None:
             raise bad_request(
                 f"this model's tokenizer has no {name} marker, so the form of its answers cannot be forced."
             )
-        return f"<[{token}]>"
+        return f"\0{token}\0"
 
 
 class GrammarMask:
@@ -179,23 +197,28 @@ def tool_call_grammar(grammars: GrammarCompiler, tools: Sequence[dict[str, Any]]
         )
         properties = schema.get("properties") or {}
         required = schema.get("required") or []
+        shared = {name: schema[name] for name in ("$defs", "definitions") if schema.get(name)}
         parts = []
         for i, (key, parameter) in enumerate(properties.items()):
-            rules.append(_parameter_rule(f"p_{index}_{i}", key, parameter, dsml, f"tools[{index}]"))
+            rules.append(_parameter_rule(f"p_{index}_{i}", key, parameter, shared, dsml, f"tools[{index}]"))
             parts.append(f'("\\n" p_{index}_{i})' + ("" if key in required else "?"))
         rules.append(f"arguments_{index}: " + (" ".join(parts) if parts else '"\\n"'))
     return "\n".join(rules) + "\n"
 
 
-def _parameter_rule(rule: str, key: str, schema: Any, dsml: str, where: str) -> str:
-    if not isinstance(schema, dict):
-        raise bad_request(f"{where}: the schema of a parameter must be an object.", where, "schema-invalid")
-    texts = [value for value in schema.get("enum", []) if isinstance(value, str)]
-    is_text = schema.get("type") == "string" or (texts and len(texts) == len(schema["enum"]))
+def _parameter_rule(
+    rule: str, key: str, schema: dict[str, Any] | bool, shared: dict[str, Any], dsml: str, where: str
+) -> str:
+    """Rules of one parameter. `shared` are the definitions of the tool's schema that `$ref`s may name."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    values = schema.get("enum") or []
+    texts = [value for value in values if isinstance(value, str)]
+    is_text = schema.get("type") == "string" or (texts and len(texts) == len(values))
     if is_text:
         value = " | ".join(map(_literal, texts)) if texts else _string_rule(schema)
     else:
-        value = f"%json {_json_rule(schema, where)}"
+        value = f"%json {_json_rule({**shared, **schema}, where)}"
     head = _literal(
         f'parameter name={json.dumps(key, ensure_ascii=False)} string="{"true" if is_text else "false"}">'
     )
@@ -204,10 +227,10 @@ def _parameter_rule(rule: str, key: str, schema: Any, dsml: str, where: str) -> 
 
 def _string_rule(schema: dict[str, Any]) -> str:
     """Rule of a string parameter. Excludes `<`, which could start a tag."""
-    least = schema.get("minLength", 0)
-    most = schema.get("maxLength", "")
-    bounded = all(isinstance(each, int) and 0 <= each <= 4096 for each in (least, most) if each != "")
-    return f"/[^<]{{{least},{most}}}/" if bounded else "/[^<]*/"
+    least, most = schema.get("minLength") or 0, schema.get("maxLength")
+    if least > 4096 or (most is not None and not least <= most <= 4096):
+        return "/[^<]*/"
+    return f"/[^<]{{{least},{'' if most is None else most}}}/"
 
 
 def _literal(value: str) -> str:

@@ -12,13 +12,14 @@ from typing import Any
 from birkhoff.errors import quoted
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.json_grammar import GrammarCompiler, MaskFactory, tool_call_grammar
+from birkhoff.server.json_schema import check_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 Tools = list[dict[str, Any]]
 
 
 def validate_tools(tools: Tools | None) -> Tools | None:
-    """Check that all tools are functions with valid names. Returns None for an empty list."""
+    """Check that all tools are functions with valid names and schemas. Returns None for an empty list."""
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
@@ -33,11 +34,8 @@ def validate_tools(tools: Tools | None) -> Tools | None:
                 "digits, dots, dashes or underscores.",
                 f"tools[{index}].function.name",
             )
-        if not isinstance(function.get("parameters", {}), dict | None):
-            raise bad_request(
-                f"tools[{index}].function.parameters: expected a JSON schema.",
-                f"tools[{index}].function.parameters",
-            )
+        if function.get("parameters") is not None:
+            check_schema(function["parameters"], f"tools[{index}].function.parameters")
     return tools or None
 
 
@@ -58,7 +56,8 @@ def resolve_tool_choice(
         raise bad_request("tool_choice asks for a call, but there are no tools.", "tool_choice")
     callable_tools = tools
     if isinstance(choice, dict):
-        name = choice.get("name") or (choice.get("function") or {}).get("name")
+        function = choice.get("function")
+        name = choice.get("name") or (function.get("name") if isinstance(function, dict) else None)
         callable_tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not callable_tools:
             raise bad_request(

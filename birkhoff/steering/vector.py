@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import cached_property
 from typing import Any
 
@@ -11,20 +10,18 @@ import numpy as np
 import torch
 
 from birkhoff.errors import SteeringError, quoted
+from birkhoff.option_checks import FLOAT32_MAX, as_float32
 
 
 def finite_number(value: Any, name: str, path: str = "") -> float:
-    """The value as a float if it is a finite number; booleans are refused. `path` is the request field for errors."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
-        raise SteeringError(f"{name} is {quoted(value)}, expected a finite number.", path)
-    return float(value)
-
-
-def _finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer larger than any float
-        return False
+    """The value as a float if it is a number that float32 holds; booleans are refused. `path` is the request field for
+    errors."""
+    number = as_float32(value)
+    if number is None:
+        raise SteeringError(
+            f"{name} is {quoted(value)}, expected a finite number of at most {FLOAT32_MAX:.3g}.", path
+        )
+    return number
 
 
 class Vector:

@@ -1,0 +1,98 @@
+"""Hostile bodies: no 5xx, errors in the documented shape, and refusals that cost little memory and time."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from tests.fuzz.attack import Attacker, ProcessMeter, as_case
+from tests.fuzz.bodies import BODIES, CHAT, random_body, with_huge_numbers
+from tests.fuzz.cases import REFUSED, stored
+from tests.fuzz.shrink import shrunk, shrunk_bytes
+from tests.sizes import FULL, scaled
+
+MEGABYTE = 1024  # in kilobytes
+
+
+def test_every_valid_body_is_answered(attacked):
+    attacker = Attacker(attacked.port)
+    for path, body in BODIES:
+        status, text = attacker.post(path, json.dumps(body).encode())
+        assert status == 200 or (status == 404 and ("none" in path or "never" in str(body))), (path, text)
+    attacker.close()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_named_cases_are_refused(attacked, name):
+    path, body = REFUSED[name]
+    attacker = Attacker(attacked.port)
+    raw = json.dumps(body).encode()
+    assert attacker.verdict(path, raw) == ""
+    assert attacker.statuses == {400: 1}, attacker.post(path, raw)
+    attacker.close()
+
+
+def test_stored_findings_stay_mended(attacked):
+    attacker = Attacker(attacked.port)
+    for name, case in stored().items():
+        raw = case["raw"].encode("latin-1") if "raw" in case else json.dumps(case["body"]).encode()
+        assert attacker.verdict(case["path"], raw) == "", name
+    attacker.close()
+
+
+def test_a_refusal_takes_little_memory_whatever_its_numbers(attacked):
+    """The resident peak of the server grows by at most 1 MB, beyond what the same body takes with small numbers."""
+    attacker, meter = Attacker(attacked.port), ProcessMeter(attacked.process.pid)
+    bodies = [(path, json.dumps(body).encode()) for path, body in REFUSED.values()]
+    huge = with_huge_numbers()
+    random.Random(5).shuffle(huge)
+    until = time.monotonic() + (600 if FULL else 12)
+    for path, raw in [*bodies, *huge[: scaled(len(huge), 400)]]:
+        grown = []
+        for _ in range(3):  # the first call may load code or grow a heap for good
+            before = meter.reset_peak()
+            status, text = attacker.post(path, raw)
+            grown.append(meter.peak() - before)
+            if status == 200 or grown[-1] <= MEGABYTE:
+                break
+        assert status < 500, text
+        assert status == 200 or min(grown) <= MEGABYTE, (grown, path, raw[:500])
+        if time.monotonic() > until:
+            break
+    attacker.close()
+
+
+def test_mutated_bodies_never_break_the_server(attacked):
+    """100,000 bodies in full, a tenth or 20 seconds of them otherwise."""
+    dice, attacker = random.Random(8), Attacker(attacked.port)
+    until = time.monotonic() + (10_000 if FULL else 20)
+    sent = 0
+    for _ in range(scaled(100_000)):
+        path, raw = random_body(dice)
+        found = attacker.verdict(path, raw)
+        assert not found, as_case(path, raw, found)
+        sent += 1
+        if time.monotonic() > until:
+            break
+    attacker.post("/v1/steering/clear", b"{}")
+    attacker.post("/v1/steering/sae/clear", b"{}")
+    attacker.close()
+    assert sent > 100 and attacker.statuses[400] > sent / 3, attacker.statuses
+    assert attacked.get("/health").status_code == 200 and attacked.idle()
+    print(f"{sent} bodies: {dict(attacker.statuses)}")
+
+
+def test_shrinking_keeps_what_fails():
+    dice = random.Random(2)
+    path, body = BODIES[0]
+
+    def fails(candidate: object) -> bool:
+        return isinstance(candidate, dict) and candidate.get("top_k") == 5 and "messages" in candidate
+
+    small = shrunk(body, fails)
+    assert path == CHAT and fails(small) and len(json.dumps(small)) < 40
+    raw = dice.randbytes(500) + b"needle" + dice.randbytes(500)
+    assert shrunk_bytes(raw, lambda each: b"needle" in each) == b"needle"

@@ -10,6 +10,7 @@
     │   ├── TensorShape          weights-shape     a tensor of the wrong shape
     │   ├── TensorDtype          weights-dtype     a tensor of the wrong dtype
     │   └── TensorValue          weights-value     a NaN scale, an expert id out of range
+    ├── HubError                 hub               a model that is not in the hub cache, or that the hub does not give
     ├── SaeFileError             sae-file          SAE files that are missing, truncated or of another format
     ├── CountsFileError          counts-file       expert counts that are missing, altered or of another model
     ├── RequestError             request           a request that cannot be fulfilled
@@ -94,6 +95,10 @@ class TensorDtype(CheckpointError):
 
 class TensorValue(CheckpointError):
     code = "weights-value"
+
+
+class HubError(BirkhoffError):
+    code = "hub"
 
 
 class SaeFileError(BirkhoffError):

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory",
+    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory hf_hub",
     "offload",
     "model mhc",
     "decode",
@@ -36,7 +36,7 @@ CORE = {
     "birkhoff",
 }  # third-party packages allowed up to api
 COMPILERS = {"numba", "triton"}  # optional for kernels
-OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # optional packages of a room
+OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}, "hf_hub": {"huggingface_hub"}}  # optional packages of a room
 BENCH_AVOIDS = {"server", "web", "cli"}
 
 

@@ -22,13 +22,13 @@ from birkhoff.api.options import (
 from birkhoff.byte_size import format_bytes
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
-from birkhoff.embedded import EMBEDDED, shipped_vectors
+from birkhoff.embedded import shipped_vectors
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.memory_plan import CachePlan, MemoryBudget, default_cache_bytes, plan_budget, plan_cache
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
-from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
+from birkhoff.errors import CapacityError, CheckpointError, OptionError
 from birkhoff.free_memory import free_host_bytes
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
@@ -41,6 +41,7 @@ from birkhoff.offload.placement import Placement
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
+from birkhoff.weights.locate import locate
 from birkhoff.weights.weight_loader import load_into
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,11 +77,12 @@ def load(
 ) -> Engine:
     """Open a checkpoint and return an engine that is ready to generate.
 
-    `model` is "nano", a checkpoint directory or a GGUF file. Keywords are the fields of `EngineOptions`
-    (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total) while weights are
-    loaded. What was decided is printed to stderr."""
+    `model` is "nano", a checkpoint directory, a GGUF file, or `org/name` in the hub cache; with `download=True` a
+    model that is not in the cache is downloaded first, and nothing else uses the network. Keywords are the fields of
+    `EngineOptions` (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total)
+    while weights are loaded. What was decided is printed to stderr."""
     chosen = EngineOptions.from_kwargs(options, **keywords)
-    checkpoint = open_checkpoint(_resolve_path(model))
+    checkpoint = open_checkpoint(_locate(model, chosen))
     _check_context(chosen, checkpoint)
     run = _plan_run(chosen, checkpoint)
     network, placed = _build_model(chosen, checkpoint, run)
@@ -106,22 +108,22 @@ def load(
     return engine
 
 
-def _resolve_path(model: str | Path) -> Path:
-    if not isinstance(model, (str, Path)):
-        raise OptionError(f"model is {quoted(model)}, expected 'nano' or the path of a checkpoint directory.")
-    if model == "nano":
-        if not (EMBEDDED / "nano" / "config.json").is_file():
-            raise CheckpointError(
-                "the embedded model nano is not part of this installation. Install the package with "
-                "its model files, or write a random one: birkhoff synth OUT --like nano"
+def _locate(model: str | Path, options: EngineOptions) -> Path:
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(
+                f"\rbirkhoff: downloading {format_bytes(done)} of {format_bytes(total)} ",
+                end="\n" if done == total else "",
+                file=sys.stderr,
+                flush=True,
             )
-        return EMBEDDED / "nano"
-    path = Path(model).expanduser()
+
+    path = locate(model, options.revision, options.download, show)
     if not path.is_dir() and not is_gguf(path):
         what = "a file" if path.exists() else "missing"
         raise CheckpointError(
-            f"{model} is {what}; expected 'nano', a directory with config.json and safetensors files, or a GGUF file. "
-            "Check the path."
+            f"{model} is {what}; expected 'nano', a directory with config.json and safetensors files, a GGUF file, "
+            "or org/name of the hub. Check the path."
         )
     return path
 

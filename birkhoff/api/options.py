@@ -46,6 +46,8 @@ class EngineKwargs(TypedDict, total=False):
     capture_root: str | Path | None
     context_root: str | Path | None
     context_bytes: int
+    revision: str | None
+    download: bool
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,14 @@ class EngineOptions:
         None, "Directory for cache pages of earlier prompts; a later process reuses them.", "none"
     )
     context_bytes: int = option(2**30, "Maximum bytes of files in context_root.", "1 GiB")
+    revision: str | None = option(
+        None, "Branch, tag or commit of a model named org/name; also written org/name@revision.", "main"
+    )
+    download: bool = option(
+        False,
+        "Download a model named org/name that is not in the hub cache; otherwise no network is used.",
+        "off",
+    )
 
     def __post_init__(self) -> None:
         device = str(self.device) if type(self.device).__name__ == "device" else self.device  # a torch.device
@@ -114,6 +124,11 @@ class EngineOptions:
             if value is not None or name not in ("max_context", "cache_bytes"):
                 object.__setattr__(self, name, check_int(name, value))
         check_bool("batch_invariant", self.batch_invariant)
+        check_bool("download", self.download)
+        if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
+            raise OptionError(
+                f"revision is {quoted(self.revision)}, expected a branch, tag or commit, or None."
+            )
         if self.prefix_cache != "auto" and not isinstance(self.prefix_cache, bool):
             raise OptionError(f"prefix_cache is {quoted(self.prefix_cache)}, expected 'auto', True or False.")
         self.speculation(has_mtp=True)

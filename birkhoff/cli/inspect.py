@@ -39,7 +39,8 @@ def inspect(
     model: Annotated[
         Path,
         typer.Argument(
-            help="Checkpoint directory or GGUF file; for --gpu also a config.json, flash or pro.",
+            help="nano, a checkpoint directory, a GGUF file or org/name in the hub cache; for --gpu also a "
+            "config.json, flash or pro.",
             show_default=False,
         ),
     ],
@@ -66,6 +67,7 @@ def inspect(
     from birkhoff.byte_size import parse_bytes
     from birkhoff.cli.gpu_plan import find_config, plan_lines, plan_or_refusal
     from birkhoff.weights.inspect import inspect_checkpoint
+    from birkhoff.weights.locate import locate
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # do not wrap lines on a pipe
     if requests < 1 or (context is not None and context < 1):
@@ -85,7 +87,7 @@ def inspect(
         if "refused" in plan:
             raise typer.Exit(1)
         return
-    report = inspect_checkpoint(model)
+    report = inspect_checkpoint(locate(model))
     plans = report.memory(device_bytes, context, requests) if device_bytes is not None else {}
     gpu = None
     if device_bytes is not None and (released := report.released_config) is not None:

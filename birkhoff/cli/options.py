@@ -60,7 +60,7 @@ def _flag(options: type[Any], name: str, kind: Any, metavar: str | None = None) 
 
 
 ENGINE = (
-    Flag("model", str, "nano, a checkpoint directory or a GGUF file.", "nano"),
+    Flag("model", str, "nano, a checkpoint directory, a GGUF file, or org/name in the hub cache.", "nano"),
     *(
         _flag(EngineOptions, name, kind)
         for name, kind in (
@@ -79,6 +79,8 @@ ENGINE = (
             ("speculative", bool),
             ("context_root", str),
             ("context_bytes", int),
+            ("revision", str),
+            ("download", bool),
         )
     ),
 )

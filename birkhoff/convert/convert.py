@@ -18,11 +18,11 @@ from birkhoff.convert.conversion_plan import ConversionPlan
 from birkhoff.convert.to_gguf import GGUFPlan
 from birkhoff.convert.to_safetensors import plan_safetensors
 from birkhoff.convert.write import WriteResult, journal_path, run_conversion
-from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import ConvertError, OptionError
 from birkhoff.option_checks import check_int
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
+from birkhoff.weights.locate import locate
 from birkhoff.weights.released import SHARD_BYTES
 
 DEFAULTS = {"gguf": {"experts": "mxfp4", "dense": "q8_0"}, "safetensors": {"experts": "fp4", "dense": "fp8"}}
@@ -88,7 +88,7 @@ def convert(
         check_int("workers", workers, 1, 64)
     experts = experts or DEFAULTS[to]["experts"]
     dense = dense or DEFAULTS[to]["dense"]
-    source = open_checkpoint(EMBEDDED / "nano" if src == "nano" else src)
+    source = open_checkpoint(locate(src))
     plan = _plan(source, destination, to, experts, dense, preset, mtp, shard_bytes)
     result, checked = WriteResult(), 0
     if not dry_run:

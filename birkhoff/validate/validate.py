@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import as_int, check_int
@@ -23,6 +22,7 @@ from birkhoff.validate.goldens import read_goldens, save_goldens
 from birkhoff.validate.oracle import run_oracle
 from birkhoff.validate.runs import ForwardRun, build, random_tokens, run_model
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
+from birkhoff.weights.locate import locate
 
 LENGTH = 192  # more than one block of 128 and the sliding window of small models, not a multiple of 4
 
@@ -53,7 +53,7 @@ def validate(
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
     check_int("length", length, 1, 1 << 20)
-    first = open_checkpoint(_path(a))
+    first = open_checkpoint(locate(a))
     reference = read_goldens(goldens) if goldens is not None else None
     ids = _tokens(first, reference, tokens, length, seed)
     model = build(first, dtype, numerics, device)
@@ -70,7 +70,7 @@ def validate(
         theirs, against = run_oracle(first, ids), "float32"
     else:
         assert b is not None
-        other = build(open_checkpoint(_path(b)), against, numerics, device)
+        other = build(open_checkpoint(locate(b)), against, numerics, device)
         theirs = run_model(other, ids, str(b))
     chosen = find_gate(gate) if gate is not None else default_gate(dtype, against)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
@@ -87,10 +87,6 @@ def validate(
 def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
     names = {layer: f"layers.{layer}.ffn.gate.bias" for layer in range(checkpoint.config.num_hidden_layers)}
     return {layer: checkpoint[name].read().float() for layer, name in names.items() if name in checkpoint}
-
-
-def _path(model: str | Path) -> Path:
-    return EMBEDDED / "nano" if model == "nano" else Path(model)
 
 
 def _tokens(

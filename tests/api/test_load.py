@@ -51,6 +51,8 @@ def test_options_and_defaults_are_the_documented_ones():
         "context_bytes",
         "gpu_memory",
         "expert_counts",
+        "revision",
+        "download",
     }
 
 

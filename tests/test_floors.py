@@ -36,7 +36,11 @@ CORE = {
     "birkhoff",
 }  # third-party packages allowed up to api
 COMPILERS = {"numba", "triton"}  # optional for kernels
-OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}, "hf_hub": {"huggingface_hub"}}  # optional packages of a room
+OPTIONAL = {
+    "kernels": COMPILERS,
+    "weights": {"gguf"},
+    "hf_hub": {"huggingface_hub"},
+}  # optional packages of a room
 BENCH_AVOIDS = {"server", "web", "cli"}
 
 

@@ -258,7 +258,9 @@ def test_load_reads_the_cache_and_downloads_only_when_asked(server, tmp_path):
     )
     refused, _, text = python(code, server, tmp_path).partition("\n")
     assert "org/tiny is neither a local path nor in the hub cache" in refused
-    command = "generate --model org/tiny --kernels reference --temperature 0 --max-tokens 2 --revision".split()
+    command = (
+        "generate --model org/tiny --kernels reference --temperature 0 --max-tokens 2 --revision".split()
+    )
     again = subprocess.run(
         [sys.executable, "-m", "birkhoff", *command, server.commit("org/tiny"), "a b"],
         env=environment(None, tmp_path),

@@ -11,13 +11,16 @@ import torch
 
 from birkhoff.capture.sinks.captured_rows import NoActs
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
-from birkhoff.errors import CaptureError, RequestError, SiteError
-from birkhoff.hooks.plan import Plan, SiteRows
+from birkhoff.errors import RequestError, SiteError
+from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.results import CaptureResult
 from birkhoff.hooks.signals import Frame
-
-_NOTHING_CAPTURED = SiteError(
-    "nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers}))."
+from birkhoff.planning.plan_results import (
+    NOTHING_CAPTURED,
+    acts_of,
+    capture_results_of,
+    frames_of,
+    plan_report,
 )
 
 
@@ -34,7 +37,7 @@ class Output:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    acts: Mapping[tuple[str, int], SiteRows] = field(default_factory=lambda: NoActs(_NOTHING_CAPTURED))
+    acts: Mapping[tuple[str, int], SiteRows] = field(default_factory=lambda: NoActs(NOTHING_CAPTURED))
     capture_results: dict[str, CaptureResult] = field(default_factory=dict)
     interp: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float | int | None] = field(default_factory=dict)
@@ -52,58 +55,19 @@ class Output:
             prompt_token_ids=list(request.prompt_ids),
             finish_reason=request.finish_reason,
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-            acts=_acts(request),
-            capture_results={each.consumer: each.result() for each in request.results.captures},
+            acts=acts_of(request.plan),
+            capture_results=capture_results_of(request.plan),
             interp=interp_of(request),
             timings=timings_of(request),
             message=message,
             error=request.error,
-            signals=frames_of(request),
+            signals=frames_of(request.plan),
         )
-
-
-def _acts(request: Request) -> Mapping[tuple[str, int], SiteRows]:
-    """Captured rows in memory. If the capture failed, the text is still complete and reading the rows raises."""
-    captures = request.results.captures
-    for capture in captures:
-        if capture.in_memory:
-            try:
-                return capture.rows()
-            except CaptureError as error:
-                why = f"the capture failed ({error}); the answer is complete. Ask for the rows again."
-                return NoActs(CaptureError(why), lost=True)
-    if captures:
-        names = ", ".join(repr(capture.consumer) for capture in captures)
-        return NoActs(
-            CaptureError(
-                f"they went to {names}, not to memory. output.capture_results says what became of them."
-            )
-        )
-    return NoActs(_NOTHING_CAPTURED)
-
-
-def frames_of(request: Request) -> list[Frame] | None:
-    """All signal frames of the request; None if it requested no signals."""
-    signals = request.results.signals
-    if signals is None:
-        return None
-    signals.take()
-    return signals.frames
 
 
 def interp_of(request: Request) -> dict[str, Any]:
-    """What was captured and which positions were steered, as recorded by the engine.
-
-    Positions that a capture lists one by one and that were never computed are reported by consumer.
-    """
-    report: dict[str, Any] = {}
-    captures = request.results.captures
-    if captures:
-        report["capture_hash"] = captures[0].capture_hash
-        missing = {capture.consumer: capture.missing for capture in captures if capture.missing}
-        report |= {"positions_that_never_came": missing} if missing else {}
-    if request.plan is not None and request.plan.edits:
-        report |= _steering(request.plan)
+    """What was captured and which positions were steered, and what was taken from caches or drafted."""
+    report = plan_report(request.plan)
     if request.cached_tokens or request.drafted:
         report["reuse"] = _reuse(request)
     return report
@@ -117,25 +81,6 @@ def _reuse(request: Request) -> dict[str, int]:
         "drafted": request.drafted,
         "accepted": request.accepted,
     }
-
-
-def _steering(plan: Plan) -> dict[str, Any]:
-    """Digests of the edits per phase, the steered positions, the paths of stream edits, and the SAE edits."""
-    digests = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
-    report: dict[str, Any] = {
-        "steering_hash": {
-            phase: None if digest is None else digest.hex() for phase, digest in digests.items()
-        },
-        "rows_steered": len(plan.steered),
-        "steered_positions": sorted(plan.steered),
-    }
-    paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
-    if paths:
-        report["paths"] = sorted(paths)
-    features = [described for edit in plan.edits if (described := edit.describe()) is not None]
-    if features:
-        report["features"] = features
-    return report
 
 
 def timings_of(request: Request) -> dict[str, float | int | None]:

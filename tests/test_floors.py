@@ -19,6 +19,7 @@ FLOORS = [
     "model mhc",
     "decode",
     "engine capture steering sae text weights",
+    "planning",
     "output",
     "analysis",
     "api",

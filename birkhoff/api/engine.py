@@ -33,19 +33,16 @@ from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
 from birkhoff.hooks.plan import Edit, Plan, SiteRows
-from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.site_names import Address
-from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
-from birkhoff.sae.feature_edits import ResolvedSae
+from birkhoff.planning.request_planner import RequestPlanner
 from birkhoff.sae.feature_probe import Feature
-from birkhoff.sae.resolver import Attachment, SaeResolver, split_edits
-from birkhoff.sae.sae_fields import PARSERS
+from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
-from birkhoff.steering.resolver import Steering, SteeringResolver, per_prompt_edits
+from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.output_stream import ChatStream, TextStream
@@ -69,11 +66,17 @@ class Engine:
         self._tokenizer = tokenizer
         self._literals = literals
         self.name = name
-        self._capture_planner = CapturePlanner(self.schema, self.config.num_hidden_layers, name, capture_root)
-        tables = Tables(self.model.embed.device)
-        self._steering = SteeringResolver(self.schema, self.config.num_hidden_layers, self.identity, tables)
-        self._steering.parsers |= PARSERS
-        self.saes = SaeResolver(self.schema, self.config.num_hidden_layers, self.model.embed.device)
+        self._planner = RequestPlanner(
+            self.schema,
+            self.config.num_hidden_layers,
+            name,
+            self.model.embed.device,
+            identity=self.identity,
+            capture_root=capture_root,
+        )
+        self._capture_planner = self._planner.captures
+        self._steering = self._planner.steering
+        self.saes = self._planner.saes
 
     @property
     def model(self) -> Transformer:
@@ -170,8 +173,7 @@ class Engine:
 
     def resolve(self, steer: Steering, ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, global ones included, resolved against this model. Immutable: choices share them."""
-        vectors, features = split_edits(steer)
-        return (*self._steering.edits(vectors, ids, max_tokens), *self.saes.edits(features, ids, max_tokens))
+        return self._planner.edits(steer, ids, max_tokens)
 
     def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
         """Parse and check the edits of request fields: `interventions`, or `steering_vectors` and related fields.
@@ -472,7 +474,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and refuse new ones; capture files are completed and synced."""
         self._core.close()
-        self._capture_planner.close()
+        self._planner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -549,24 +551,17 @@ class Engine:
         edits = self.resolve(steer, ids, max_tokens)
 
         def plan(choice: int) -> Plan | None:
-            captures = Plan()
-            if capture is not None:
-                tail = suffix if params.n == 1 else f"{suffix}-{choice}"
-                captures = (planner or self._capture_planner).plan(capture, ids, max_tokens, tail)
-            jobs = [*captures.jobs, *self._capture_planner.global_jobs(ids, max_tokens)]
+            tail = suffix if params.n == 1 else f"{suffix}-{choice}"
             measured = signal_jobs(self.model, names, self.modules) if names else None
-            if measured is not None:
-                jobs += measured.jobs
-            if not jobs and not edits:
-                return None
-            return Plan(
-                tuple(jobs),
+            return self._planner.plan(
+                ids,
+                max_tokens,
                 edits,
-                reservations=self.saes.reservations(
-                    [edit for edit in edits if isinstance(edit, ResolvedSae)]
-                ),
-                table=self._steering.table(edits),
-                results=RequestResults(captures.results.captures, measured and measured.signals),
+                capture,
+                tail,
+                captures=planner,
+                jobs=() if measured is None else measured.jobs,
+                signals=None if measured is None else measured.signals,
             )
 
         def request(choice: int) -> Request:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,10 @@ class CaptureRules:
 
 
 class CapturePlanner:
-    """Checks capture requests against one engine and makes the plans of its requests."""
+    """Checks capture requests against one engine and makes the plans of its requests.
+
+    `file_options` are fields of `FileOptions` for the consumer that writes under `root`, such as the rank of a pipeline
+    stage; `layers` are the layers that this process computes, None for all: rows of others are captured elsewhere."""
 
     def __init__(
         self,
@@ -73,17 +76,21 @@ class CapturePlanner:
         overload_policy: str = "spill",
         kept_results: int = KEPT_RESULTS,
         rules: CaptureRules | None = None,
+        file_options: Mapping[str, Any] | None = None,
+        layers: Collection[int] | None = None,
     ):
         self._schema = schema
         self._num_layers = num_layers
         self._model = model
+        self._layers = None if layers is None else frozenset(layers)
         self.rules = rules or CaptureRules(Projections(schema))
         self._rules_by_name: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._consumers: dict[str, Consumer] = {}
         self._global_captures: dict[str, Capture] = {}
         self._dispatcher = Dispatcher({}, overload_policy=overload_policy, kept_results=kept_results)
         if root is not None:
-            self.add_consumer(FILES, FilesystemConsumer(str(root), kept_results=kept_results))
+            files = FilesystemConsumer(str(root), kept_results=kept_results, **(file_options or {}))
+            self.add_consumer(FILES, files)
 
     def add_consumer(self, name: str, consumer: Consumer) -> None:
         """Make `consumer` available to later requests under `name`. `close` shuts it down."""
@@ -208,7 +215,8 @@ class CapturePlanner:
             # Consumers that write files accept rows in large pieces; a live view receives every step at once.
             buffer_bytes = getattr(self._consumers[resolved.consumer], "buffer_bytes", 0)
             sink = DispatchSink(self._dispatcher, resolved, prompt_len, meta, buffer_bytes)
-        return CaptureJob(resolved, sink, None if projection is None else projection.matrix, digest)
+        matrix = None if projection is None else projection.matrix
+        return CaptureJob(resolved, sink, matrix, digest, self._layers)
 
 
 def _with_suffix(part: Any, suffix: str) -> Any:

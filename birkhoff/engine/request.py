@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -104,7 +104,6 @@ class Request:
     draft_tokens: tuple[int, ...] = ()  # to be verified by the next step
     drafted: int = 0
     accepted: int = 0
-    deliver_pending_rows: Callable[[int], None] | None = None  # called with the number of valid positions
 
     @property
     def num_tokens(self) -> int:
@@ -156,10 +155,8 @@ class Request:
         """Deliver captured rows that were waiting for a copy or for verification.
 
         All tokens but the last are computed; rows after that position belong to rejected draft tokens."""
-        deliver = self.deliver_pending_rows
-        self.deliver_pending_rows = None
-        if deliver is not None:
-            deliver(self.num_tokens - 1)
+        if self.plan is not None:
+            self.plan.settle(self.num_tokens - 1)
 
     def finish(
         self,
@@ -174,7 +171,6 @@ class Request:
         self.finish_reason = reason
         self.error = error
         self.timings.finished = time.perf_counter()
-        self.flush_rows()
         if self.plan is not None:
-            self.plan.close(reason, self.num_tokens)
+            self.plan.finish(reason, self.num_tokens)
         self.events.append(TokenEvent(last.token_id, last.text + rest, last.logprob, reason, error))

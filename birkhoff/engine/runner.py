@@ -12,7 +12,7 @@ the other and release the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.scheduler import ScheduledChunk
 from birkhoff.engine.speculation import Speculator
-from birkhoff.hooks.batch_tap import BatchTap, RowObserver, StepStaging, arm
+from birkhoff.hooks.batch_tap import BatchTap
 from birkhoff.hooks.graph_tap import GraphPlan
-from birkhoff.hooks.plan import Plan, Span
-from birkhoff.hooks.tap import NoTap
+from birkhoff.hooks.plan import Span
+from birkhoff.hooks.step_hooks import StepHooks
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
@@ -56,10 +56,9 @@ class Runner:
         self.boundary_snapshots: dict[
             Request, list[Snapshot]
         ] = {}  # taken by the last step at page boundaries
-        self._stagings = (StepStaging(state.device), StepStaging(state.device))
+        self.hooks = (StepHooks(state.device), StepHooks(state.device))  # the second for the second thread
         self._second_thread = ThreadPoolExecutor(1, "birkhoff-decode")  # starts its thread on first use
         self._page_tables: dict[int, list[int]] = {}  # by slot: the pages in the state's page table
-        self._pending: list[Request] = []  # requests whose captured rows of the last step are being copied
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
@@ -103,7 +102,7 @@ class Runner:
 
     @torch.inference_mode()
     def _forward_second_half(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
-        return self._forward(chunks, self._stagings[1])
+        return self._forward(chunks, self.hooks[1])
 
     def _update_page_table(self, chunk: ScheduledChunk) -> None:
         request = chunk.request
@@ -112,47 +111,38 @@ class Runner:
             self.state.give_pages(request.slot, request.pages)
             self._page_tables[request.slot] = list(request.pages)
 
-    def _make_tap(
-        self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], num_rows: int, staging: StepStaging
-    ) -> BatchTap | None:
-        """The tap of this step, or None when no plan captures or edits anything in it."""
-        spans = [
-            Span(chunk.request.plan, first, chunk.start, chunk.tokens, len(chunk.request.prompt_ids))
-            for chunk, first in zip(chunks, first_rows)
-            if chunk.request.plan is not None
-            and not (chunk.request.plan.idle_after_prompt and chunk.start >= len(chunk.request.prompt_ids))
-        ]
-        return arm(staging, spans, num_rows) if spans else None
-
     def _forward(
-        self, chunks: Sequence[ScheduledChunk], staging: StepStaging | None = None
+        self, chunks: Sequence[ScheduledChunk], hooks: StepHooks | None = None
     ) -> list[ModelOutput | None]:
-        plans = [chunk.request.plan for chunk in chunks if chunk.request.plan is not None]
-        delivered = [(plan, plan.delivered_until) for plan in plans]
+        hooks = hooks or self.hooks[0]
         try:
-            tap, outputs = self._compute(chunks, staging or self._stagings[0])
+            outputs = self._compute(chunks, hooks)
         except BaseException:
-            # Nothing was delivered: recomputed tokens must deliver their rows.
-            for plan, position in delivered:
-                plan.delivered_until = position
+            hooks.fail()
             raise
-        self._deliver_previous()
-        self._deliver(chunks, tap)
+        requests = {
+            chunk.request.plan: chunk.request
+            for chunk in chunks
+            if chunk.request.plan is not None and chunk.request.plan.jobs
+        }
+        observer = self.prefix.row_observer(requests) if self.prefix is not None and requests else None
+        drafted = [
+            chunk.request.plan for chunk in chunks if chunk.draft_tokens and chunk.request.plan is not None
+        ]
+        hooks.end(drafted, observer)
         return outputs
 
-    def _compute(
-        self, chunks: Sequence[ScheduledChunk], staging: StepStaging
-    ) -> tuple[BatchTap | None, list[ModelOutput | None]]:
+    def _compute(self, chunks: Sequence[ScheduledChunk], hooks: StepHooks) -> list[ModelOutput | None]:
         if self.graphs is not None and self._can_replay(chunks):
-            tap = self._make_tap(chunks, range(len(chunks)), len(chunks), staging)
+            tap = hooks.begin(_spans(chunks, range(len(chunks))), len(chunks))
             plan = None if tap is None else self.graphs.plan(tap)
             if tap is None or plan is not None:
-                return tap, self._replay(chunks, self.graphs, tap, plan)
+                return self._replay(chunks, self.graphs, tap, plan)
             batch, first_rows = _make_batch(chunks, self.state.device)
         else:
             batch, first_rows = _make_batch(chunks, self.state.device)
-            tap = self._make_tap(chunks, first_rows, batch.num_tokens, staging)
-        hidden, streams = self.model.run(batch, self.state, tap or NoTap())
+            hooks.begin(_spans(chunks, first_rows), batch.num_tokens)
+        hidden, streams = self.model.run(batch, self.state, hooks.tap)
         if self.speculator is not None:
             self.speculator.prefill(chunks, first_rows, streams)
         sampling = [
@@ -161,12 +151,12 @@ class Runner:
             if chunk.samples
         ]
         if not sampling:
-            return tap, [None] * len(chunks)
+            return [None] * len(chunks)
         rows = [last + offset for chunk, last in sampling for offset in range(1 + len(chunk.draft_tokens))]
         counts = [1 + len(chunk.draft_tokens) for chunk, _ in sampling]
         logits = self.model.logits(hidden[rows]).split(counts)
         outputs = iter(map(ModelOutput, logits, streams[rows].split(counts)))
-        return tap, [next(outputs) if chunk.samples else None for chunk in chunks]
+        return [next(outputs) if chunk.samples else None for chunk in chunks]
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether a CUDA graph can run the step: one token per request, no draft tokens, no speculator that reads the
@@ -191,36 +181,14 @@ class Runner:
             for chunk, row in zip(chunks, zip(logits.split(1), streams.split(1)))
         ]
 
-    def _deliver_previous(self) -> None:
-        """Deliver the rows of the previous step; requests that ended since then have theirs already."""
-        pending = self._pending
-        self._pending = []
-        for request in pending:
-            request.flush_rows()
 
-    def _deliver(self, chunks: Sequence[ScheduledChunk], tap: BatchTap | None) -> None:
-        """Deliver captured rows. Rows that are still being copied follow after the next launch; rows of draft tokens
-        once these are verified."""
-        requests = {
-            chunk.request.plan: chunk.request
-            for chunk in chunks
-            if chunk.request.plan is not None and chunk.request.plan.jobs
-        }
-        observer = self.prefix.row_observer(requests) if self.prefix is not None and requests else None
-        if tap is not None and tap.is_pending:
-            for plan, request in requests.items():
-                request.deliver_pending_rows = _after_copy(plan, tap, observer)
-                self._pending.append(request)
-            return
-        drafted = {
-            chunk.request.plan: chunk
-            for chunk in chunks
-            if chunk.draft_tokens and chunk.request.plan is not None
-        }
-        for plan, chunk in drafted.items():
-            chunk.request.deliver_pending_rows = _after_verification(plan, chunk, tap, observer)
-        if tap is not None:
-            tap.deliver(drafted, observer)
+def _spans(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> list[Span]:
+    """The rows of the chunks whose requests capture or edit something."""
+    return [
+        Span(chunk.request.plan, first, chunk.start, chunk.tokens, len(chunk.request.prompt_ids))
+        for chunk, first in zip(chunks, first_rows)
+        if chunk.request.plan is not None
+    ]
 
 
 def _make_batch(chunks: Sequence[ScheduledChunk], device: torch.device) -> tuple[Batch, list[int]]:
@@ -240,20 +208,3 @@ def _sequence_chunks(chunk: ScheduledChunk) -> list[SequenceChunk]:
         SequenceChunk(chunk.request.slot, chunk.start + offset, [token])
         for offset, token in enumerate(chunk.tokens)
     ]
-
-
-def _after_copy(plan: Plan, tap: BatchTap, observer: RowObserver | None) -> Callable[[int], None]:
-    return lambda stop: tap.deliver_plan(plan, None, observer)  # graph steps have no draft tokens
-
-
-def _after_verification(
-    plan: Plan, chunk: ScheduledChunk, tap: BatchTap | None, observer: RowObserver | None
-) -> Callable[[int], None]:
-    def deliver(stop: int) -> None:
-        if tap is not None:
-            tap.deliver_plan(plan, stop, observer)
-        plan.delivered_until = min(plan.delivered_until, stop)
-        for position in range(stop, chunk.stop + len(chunk.draft_tokens)):
-            plan.steered.discard(position)
-
-    return deliver

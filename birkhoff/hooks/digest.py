@@ -67,6 +67,18 @@ def combine(parts: Iterable[DigestPart]) -> bytes | None:
     return whole.digest()[:DIGEST_BYTES]
 
 
+def salt(prefill: bytes | None, decode: bytes | None, prompt_len: int) -> str | None:
+    """A name for the cached state of a text whose prompt and generated tokens were edited with these digests; None if
+    neither was. Equal text with a different salt must not share cache entries.
+
+    Where prompt and generated tokens are edited differently, the state depends on where the prompt ends."""
+    if prefill is None and decode is None:
+        return None
+    border = b"" if prefill == decode else str(prompt_len).encode()
+    content = framed(prefill or b"", decode or b"", border)
+    return hashlib.sha256(b"birkhoff salt 1" + content).hexdigest()[: 2 * DIGEST_BYTES]
+
+
 def short(digest: bytes | None) -> int:
     """63 bits of a digest as a positive integer, for formats that hold no more; 0 for None."""
     return 0 if digest is None else int.from_bytes(digest[:8], "big") >> 1 or 1

@@ -6,7 +6,7 @@ here imports an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -128,12 +128,14 @@ class Plan:
     """All captures and edits of one request.
 
     Rows of positions below `delivered_until` were delivered and are not delivered again when they are recomputed; edits
-    are applied every time a token is computed. `steered` are the edited positions."""
+    are applied every time a token is computed. `steered` are the edited positions. `withheld` delivers the rows of a
+    step that wait: for a copy to the host, or until it is known which draft tokens are kept."""
 
     jobs: tuple[Job, ...] = ()
     edits: tuple[Edit, ...] = ()
     delivered_until: int = 0
     steered: set[int] = field(default_factory=set)
+    withheld: Callable[[int], None] | None = None  # called with the number of tokens that are kept
     reservations: tuple[Reservation, ...] = ()
     table: TableRows | None = None  # rows for the vectors its edits add; if None, they are added row by row
     results: RequestResults = field(
@@ -202,9 +204,24 @@ class Plan:
         for job in self.jobs:
             job.close(finish_reason, num_tokens)
 
+    def settle(self, stop: int) -> None:
+        """Deliver withheld rows: tokens before position `stop` are kept, those from there on were rejected."""
+        withheld = self.withheld
+        self.withheld = None
+        if withheld is not None:
+            withheld(stop)
+
+    def finish(self, finish_reason: str, num_tokens: int) -> None:
+        """The request has ended with `num_tokens` tokens, of which the last was sampled and never computed: deliver
+        what was withheld, close the jobs, release the reservations."""
+        self.settle(num_tokens - 1)
+        self.close(finish_reason, num_tokens)
+        self.release()
+
 
 class Span(NamedTuple):
-    """One request's chunk of a step: tokens at positions `start..` are rows `first_row..` of the flattened batch."""
+    """One request's chunk of a step: tokens at positions `start..` are rows `first_row..` of the step's tensors, which
+    have one row per token (padding included) as their first dimension."""
 
     plan: Plan
     first_row: int

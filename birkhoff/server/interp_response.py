@@ -11,7 +11,8 @@ import torch
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.request import Request
 from birkhoff.hooks.plan import SiteRows
-from birkhoff.output import frames_of, interp_of, timings_of
+from birkhoff.output import interp_of, timings_of
+from birkhoff.planning.plan_results import frames_of
 from birkhoff.server.capture_index import CaptureIndex
 from birkhoff.server.generation import GenerationCall, generation_warnings
 
@@ -39,7 +40,7 @@ def response_extras(
     if generation.capture is not None:
         extras["capture_results"] = capture_results(first, capture_index, generation.capture_wait)
     if generation.signals and not streamed:
-        extras["signals"] = frames_of(first) or []
+        extras["signals"] = frames_of(first.plan) or []
     warnings = [
         *generation.warnings,
         *(warning for request in (*choices, *twins) for warning in generation_warnings(request)),

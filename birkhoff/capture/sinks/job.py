@@ -6,7 +6,7 @@ becomes the result of the capture and never reaches the engine: a failed capture
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -36,7 +36,8 @@ class CaptureSink(Protocol):
 
 
 class CaptureJob:
-    """`matrix` is the projection named by the capture; `capture_hash` identifies all captures of the request."""
+    """`matrix` is the projection named by the capture; `capture_hash` identifies all captures of the request. With
+    `layers`, only rows of these layers are captured."""
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class CaptureJob:
         sink: CaptureSink,
         matrix: torch.Tensor | None = None,
         capture_hash: str = "",
+        layers: Collection[int] | None = None,
     ):
-        self.keys = resolved.addresses
+        self.keys = tuple(key for key in resolved.addresses if layers is None or key[1] in layers)
         self.after = resolved.capture.capture_point == "after"
         self.consumer = resolved.consumer
         self.resolved = resolved

@@ -1,0 +1,84 @@
+"""What the captures and edits of a finished request produced, read from its plan: the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from birkhoff.capture.sinks.captured_rows import NoActs
+from birkhoff.errors import CaptureError, SiteError
+from birkhoff.hooks.plan import Plan, SiteRows
+from birkhoff.hooks.results import CaptureResult
+from birkhoff.hooks.signals import Frame
+
+NOTHING_CAPTURED = SiteError(
+    "nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers}))."
+)
+
+
+def acts_of(plan: Plan | None) -> Mapping[tuple[str, int], SiteRows]:
+    """Captured rows in memory. If the capture failed, the text is still complete and reading the rows raises."""
+    captures = () if plan is None else plan.results.captures
+    for capture in captures:
+        if capture.in_memory:
+            try:
+                return capture.rows()
+            except CaptureError as error:
+                why = f"the capture failed ({error}); the answer is complete. Ask for the rows again."
+                return NoActs(CaptureError(why), lost=True)
+    if captures:
+        names = ", ".join(repr(capture.consumer) for capture in captures)
+        return NoActs(
+            CaptureError(
+                f"they went to {names}, not to memory. output.capture_results says what became of them."
+            )
+        )
+    return NoActs(NOTHING_CAPTURED)
+
+
+def capture_results_of(plan: Plan | None) -> dict[str, CaptureResult]:
+    """The result of the request's capture at each consumer."""
+    return {} if plan is None else {each.consumer: each.result() for each in plan.results.captures}
+
+
+def frames_of(plan: Plan | None) -> list[Frame] | None:
+    """All signal frames of the request; None if it requested no signals."""
+    signals = None if plan is None else plan.results.signals
+    if signals is None:
+        return None
+    signals.take()
+    return signals.frames
+
+
+def plan_report(plan: Plan | None) -> dict[str, Any]:
+    """What was captured and which positions were steered, as the steps recorded it.
+
+    Positions that a capture lists one by one and that were never computed are reported by consumer."""
+    if plan is None:
+        return {}
+    report: dict[str, Any] = {}
+    captures = plan.results.captures
+    if captures:
+        report["capture_hash"] = captures[0].capture_hash
+        missing = {capture.consumer: capture.missing for capture in captures if capture.missing}
+        report |= {"positions_that_never_came": missing} if missing else {}
+    return report | _steering(plan) if plan.edits else report
+
+
+def _steering(plan: Plan) -> dict[str, Any]:
+    """Digests of the edits per phase, the steered positions, the paths of stream edits, and the SAE edits."""
+    digests = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
+    report: dict[str, Any] = {
+        "steering_hash": {
+            phase: None if digest is None else digest.hex() for phase, digest in digests.items()
+        },
+        "rows_steered": len(plan.steered),
+        "steered_positions": sorted(plan.steered),
+    }
+    paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
+    if paths:
+        report["paths"] = sorted(paths)
+    features = [described for edit in plan.edits if (described := edit.describe()) is not None]
+    if features:
+        report["features"] = features
+    return report

@@ -76,11 +76,3 @@ def read_records(path: str | Path) -> Iterator[Record]:
             if not record.prompt.strip() or not record.text.strip():
                 raise PromptError(f"{path.name} line {number} has an empty prompt or text. Remove the line.")
             yield record
-
-
-def write_records(path: str | Path, records: list[Record]) -> None:
-    """Write records; the inverse of `read_records`. Compressed if the name ends in .xz."""
-    path = Path(path)
-    opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "wt", encoding="utf-8") as out:
-        out.writelines(json.dumps(vars(record)) + "\n" for record in records)

@@ -27,7 +27,6 @@ from training.smalltalk import THANKS, facts, near_miss, system_sentence
 IGNORED = 0
 REQUEST = 1
 ANSWER = 2
-WEIGHT_OF = (0.0, 0.1, 1.0)
 RENAME_SHARE = 0.6
 SYSTEM_SHARE = 0.1
 TWO_TURN_SHARE = 0.08
@@ -100,12 +99,6 @@ def encode_conversations(
             put([*next(encoded), markers.eos], ANSWER)
         out.append((np.array(ids, dtype=np.uint16), np.array(roles, dtype=np.uint8)))
     return out
-
-
-def render_text(conversation: Conversation) -> str:
-    """Return the same layout as one string, for tests and display."""
-    turns = (f"{USER}{turn.prompt}{ASSISTANT}{END_THINK}{turn.text}{EOS}" for turn in conversation.turns)
-    return BOS + conversation.system + "".join(turns)
 
 
 def dress(record: Record, draw: random.Random) -> Record:

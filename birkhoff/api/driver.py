@@ -12,7 +12,6 @@ A step that fails ends its requests and the thread continues; an error outside a
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ class Driver:
         self._closing = False
         self.failure: BaseException | None = None
         self.steps = 0
-        self.busy_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="birkhoff-driver", daemon=True)
         self._thread.start()
 
@@ -92,9 +90,7 @@ class Driver:
             while not self._closing:
                 self._submit_queued()
                 if self._active:
-                    started = time.perf_counter()
                     stepped = self._core.step()
-                    self.busy_seconds += time.perf_counter() - started
                     self.steps += stepped
                     self._deliver_outputs()
                     assert stepped or not self._active or self._inbox, "requests wait but nothing can run"

@@ -22,6 +22,7 @@ from birkhoff.api.options import signature_of
 from birkhoff.api.prompts import Captures, per_prompt
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
 from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.dispatcher import Counters
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
 from birkhoff.capture.spec.request import Capture
@@ -412,6 +413,11 @@ class Engine:
     def reuse(self) -> dict[str, Any]:
         """Statistics of the prefix cache and of speculation since the engine was loaded."""
         return self._core.reuse()
+
+    @property
+    def capture_counters(self) -> dict[str, Counters]:
+        """Rows submitted, delivered and dropped since the engine was loaded, by capture consumer."""
+        return self._capture_planner.queue_counters
 
     @property
     def placement(self) -> dict[str, Any] | None:

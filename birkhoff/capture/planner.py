@@ -24,7 +24,7 @@ from typing import Any
 from birkhoff.capture.sinks.captured_rows import Acts
 from birkhoff.capture.sinks.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.sinks.consumer import Consumer
-from birkhoff.capture.sinks.dispatcher import Dispatcher
+from birkhoff.capture.sinks.dispatcher import Counters, Dispatcher
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
 from birkhoff.capture.sinks.job import CaptureJob, CaptureSink, MemorySink
 from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureRequest, CaptureResult
@@ -120,6 +120,11 @@ class CapturePlanner:
         """Capture root of every consumer that writes files, by consumer name."""
         files = {name: each for name, each in self._consumers.items() if isinstance(each, FilesystemConsumer)}
         return {name: Path(consumer.writer.root) for name, consumer in files.items()}
+
+    @property
+    def queue_counters(self) -> dict[str, Counters]:
+        """Rows submitted, delivered and dropped since the engine was loaded, by consumer name."""
+        return {name: queue.counters for name, queue in self._dispatcher.queues.items()}
 
     def plan(
         self, spec: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, suffix: str = ""
@@ -261,7 +266,7 @@ class DispatchSink:
         self._request = CaptureRequest(self._key, request_id, self._tag, capture.layout, meta)
 
     def open(self) -> None:
-        self._dispatcher.begin({self._consumer: self._request})
+        self._dispatcher.begin(self._consumer, self._request)
 
     def append(self, rows: SiteRows) -> None:
         self._buffered.setdefault((rows.hook, rows.layer), []).append(rows)

@@ -15,7 +15,7 @@ from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.errors import ConfigError, quoted
-from birkhoff.hooks.sites import BY_NAME, SITES
+from birkhoff.hooks.sites import SITES
 from birkhoff.option_checks import check_int
 
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -110,15 +110,3 @@ def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:
         config.num_experts_per_tok,
         config.num_hash_layers,
     )
-
-
-def schema_json(schema: Mapping[str, HookSchema], num_layers: int) -> dict[str, Any]:
-    """The hook table of a loaded model for clients, by ascending hook id."""
-    streams = schema.get("mhc_streams_final")
-    ordered = sorted(schema, key=lambda name: BY_NAME[name].id)
-    return {
-        "num_layers": num_layers,
-        "hidden_size": schema["pre_attn"].width,
-        "num_streams": None if streams is None else streams.logical_shape[0],
-        "hooks": {name: {"id": BY_NAME[name].id, **schema[name].to_json()} for name in ordered},
-    }

@@ -9,7 +9,6 @@ table is unknown, never guessed. Nothing here imports torch."""
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -114,21 +113,6 @@ def to_tool(tool: str, address: Address, num_layers: int) -> str | None:
     if hook not in table or (_once(hook) and layer != num_layers - 1):
         return None
     return table[hook].format(layer)
-
-
-def from_tool(tool: str, name: str, num_layers: int) -> Address | None:
-    """The address of another tool's name, or None if it is not one of its names or the layer does not exist."""
-    for hook, pattern in _table(tool).items():
-        if _once(hook):
-            if name == pattern:
-                return hook, num_layers - 1
-            continue
-        before, after = pattern.split("{}")
-        # Digits without leading zeros: otherwise "blocks.01" and "blocks.1" would both name one address.
-        match = re.fullmatch(re.escape(before) + "(0|[1-9][0-9]{0,8})" + re.escape(after), name, re.ASCII)
-        if match and int(match[1]) < num_layers:
-            return hook, int(match[1])
-    return None
 
 
 def unnamed(tool: str) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
+from birkhoff.capture.sinks.dispatcher import Counters
 from birkhoff.engine.request import Request
 from birkhoff.errors import LogitsError
 
@@ -21,8 +23,8 @@ class Metrics:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"birkhoff_{name}", help, labels, registry=registry)
 
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"birkhoff_{name}", help, registry=registry)
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            return Gauge(f"birkhoff_{name}", help, labels, registry=registry)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             return Histogram(f"birkhoff_{name}", help, buckets=buckets, registry=registry)
@@ -45,6 +47,15 @@ class Metrics:
         self.prefix_pages = gauge("prefix_pages", "Pages in the prefix cache.")
         self.prefix_bytes = gauge("prefix_bytes", "Bytes of snapshots and captured rows in the prefix cache.")
         self.prefix_evictions = gauge("prefix_evictions", "Pages evicted from the prefix cache since start.")
+        self.capture_rows = gauge(
+            "capture_rows",
+            "Rows for capture consumers since start: submitted, delivered and dropped.",
+            "consumer",
+            "state",
+        )
+        self.capture_blocked_seconds = gauge(
+            "capture_blocked_seconds", "Time the engine waited for a full capture queue.", "consumer"
+        )
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Time from submission to the first token."
         )
@@ -84,6 +95,14 @@ class Metrics:
             self.prefix_pages.set(prefix["pages"])
             self.prefix_bytes.set(prefix["snapshot_bytes"] + prefix["row_bytes"])
             self.prefix_evictions.set(prefix["evictions"])
+
+    def record_captures(self, counters: Mapping[str, Counters]) -> None:
+        """Set the gauges of the capture queues."""
+        for consumer, count in counters.items():
+            self.capture_rows.labels(consumer, "submitted").set(count.submitted_rows)
+            self.capture_rows.labels(consumer, "delivered").set(count.delivered_rows)
+            self.capture_rows.labels(consumer, "dropped").set(count.dropped_rows)
+            self.capture_blocked_seconds.labels(consumer).set(count.blocked_seconds)
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -160,6 +160,7 @@ class ServiceRoutes:
         if self._context.async_engine.loaded:
             self._metrics.slots_free.set(self._context.engine.max_requests - running)
             self._metrics.record_prefix_cache(self._context.engine.reuse["prefix"])
+            self._metrics.record_captures(self._context.engine.capture_counters)
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cancel(self, request_id: str) -> Response:

@@ -1,10 +1,10 @@
-"""Parse a completion into reasoning, content and tool calls (spec 13.3), whole or streaming.
+"""Parse a completion into reasoning, content and tool calls (spec 13.3), as it arrives.
 
 The input is segments, so markers are known by id and text that spells one stays text. The joined events do not depend
 on how the input is split, and no marker appears in reasoning or content. A few characters are held back while they may
 start a tool block: a blank line and its '<'.
 
-Strict parsing raises `ChatError` at the first deviation from the format. Lenient parsing, for serving, continues:
+Parsing continues after a deviation from the format:
 
 * a stray marker is dropped and reported; `<think>` inside content starts reasoning again;
 * a tool block inside reasoning ends the reasoning; the line breaks before a block may be missing;
@@ -17,57 +17,20 @@ A missing end marker is not a deviation: engines strip it, and a token limit may
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from birkhoff.errors import ChatError, PromptError
-from birkhoff.text.detokenizer import SegmentDetokenizer
-from birkhoff.text.events import ContentDelta, Event, FormatProblem, ParsedMessage, ReasoningDelta, assemble
+from birkhoff.text.events import ContentDelta, Event, FormatProblem, ReasoningDelta
 from birkhoff.text.markers import DSML, END_THINK, EOS, THINK
-from birkhoff.text.segments import Marker, Segment, TextSegment, split_markers
-from birkhoff.text.tokenizer import Tokenizer
+from birkhoff.text.segments import Marker, Segment
 from birkhoff.text.tool_block import ToolBlock
 
 _MAY_OPEN_BLOCK = re.compile(r"(?:\n{0,2}<|\n{1,2})\Z")
 _BLOCK_NAME = "tool_calls>"
 
 
-def parse_completion(
-    completion: str | Sequence[int] | Sequence[Segment],
-    *,
-    thinking: bool,
-    tokenizer: Tokenizer | None = None,
-    strict: bool = True,
-) -> ParsedMessage:
-    """Parse a whole completion: token ids (with their tokenizer), segments, or text that spells markers."""
-    parser = CompletionParser(thinking=thinking, strict=strict)
-    events: list[Event] = []
-    for segment in _segments(completion, tokenizer):
-        events += parser.feed(segment)
-    return assemble(events + parser.finish())
-
-
-def _segments(
-    completion: str | Sequence[int] | Sequence[Segment], tokenizer: Tokenizer | None
-) -> list[Segment]:
-    if isinstance(completion, str):
-        return split_markers(completion)
-    out: list[Segment] = []
-    decoder = None if tokenizer is None else SegmentDetokenizer(tokenizer)
-    for item in completion:
-        if isinstance(item, (Marker, TextSegment)):
-            out.append(item)
-        elif decoder is not None:
-            out += decoder.feed(item)
-        else:
-            raise PromptError("a completion of token ids was given without its tokenizer; pass tokenizer=….")
-    return out + (decoder.finish() if decoder is not None else [])
-
-
 class CompletionParser:
     """Converts segments to events; call `finish` once at the end."""
 
-    def __init__(self, *, thinking: bool, strict: bool = False) -> None:
-        self._strict = strict
+    def __init__(self, *, thinking: bool) -> None:
         self._events: list[Event] = []
         self._in_reasoning = thinking
         self._buffer = ""  # text that may start a block
@@ -82,7 +45,6 @@ class CompletionParser:
         """Return the events completed by this segment."""
         if self._ended:
             self._trailing.append(segment.string)
-            self._raise_if_strict("there is text behind the end marker")
         elif isinstance(segment, Marker):
             self._marker(segment.string)
         else:
@@ -111,7 +73,7 @@ class CompletionParser:
         """Handle reasoning or content."""
         text = self._buffer + text
         if self._after_block:
-            if not text.strip() and not self._strict:
+            if not text.strip():
                 self._buffer = text  # white space after the block is not content
                 return ""
             self._after_block = False
@@ -140,11 +102,7 @@ class CompletionParser:
         if self._in_reasoning:
             self._report("a tool-call block comes before </think>")
             self._in_reasoning = False
-        elif opening != "\n\n<":
-            self._raise_if_strict("a tool-call block does not begin with a blank line")
-        self._block = ToolBlock(
-            self._next_index, strict=self._strict, opening=f"{opening}{DSML}{_BLOCK_NAME}"
-        )
+        self._block = ToolBlock(self._next_index, opening=f"{opening}{DSML}{_BLOCK_NAME}")
         self._opening = None
         self._buffer = ""
 
@@ -220,12 +178,7 @@ class CompletionParser:
             self._events.append(ReasoningDelta(text) if self._in_reasoning else ContentDelta(text))
 
     def _report(self, message: str, raw: str = "") -> None:
-        self._raise_if_strict(message)
         self._events.append(FormatProblem(message, raw))
-
-    def _raise_if_strict(self, message: str) -> None:
-        if self._strict:
-            raise ChatError(f"{message}. The completion does not follow the V4 format; parse it leniently.")
 
     def _take_events(self) -> list[Event]:
         events = self._events

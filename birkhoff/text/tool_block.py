@@ -8,9 +8,9 @@
 
 Arguments are emitted as pieces of one JSON object: string values are escaped as they arrive, other values are inserted
 verbatim once they are known to be valid JSON. Inside VALUE every marker is part of the value, since a tool may be
-called with any text; only the closing parameter tag, with the DSML marker itself, ends it. Strict parsing raises at
-the first deviation. Lenient parsing accepts extra spaces, a missing `string` and a value that is not JSON (it becomes
-a string); after any other deviation the rest of the answer is kept in one `FormatProblem`, so that no text is lost.
+called with any text; only the closing parameter tag, with the DSML marker itself, ends it. Extra spaces, a missing
+`string` and a value that is not JSON (it becomes a string) are accepted; after any other deviation the rest of the
+answer is kept in one `FormatProblem`, so that no text is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable
 
-from birkhoff.errors import ChatError, quoted
+from birkhoff.errors import quoted
 from birkhoff.text.events import Event, FormatProblem, ToolCallDelta, ToolCallEnd, ToolCallStart
 from birkhoff.text.markers import DSML
 
@@ -28,17 +28,16 @@ _INVOKE = re.compile(r'invoke\s+name="(.*?)">', re.DOTALL)
 _PARAMETER = re.compile(r'parameter name="(.*?)" string="(true|false)">', re.DOTALL)
 _LOOSE_INVOKE = re.compile(r'invoke\s+name="([^"]*)"\s*>')
 _LOOSE_PARAMETER = re.compile(r'parameter\s+name="([^"]*)"(?:\s+string="(true|false)")?\s*>')
-_LOOSE_GAP = re.compile(r"\s*(?:</?)?")
+_GAP = re.compile(r"\s*(?:</?)?")
 
 
 class ToolBlock:
     """Feed the text after `<｜DSML｜tool_calls>`; `closed` is set at the closing tag."""
 
-    def __init__(self, first_index: int, *, strict: bool, opening: str) -> None:
+    def __init__(self, first_index: int, *, opening: str) -> None:
         self.events: list[Event] = []
         self.next_index = first_index
         self.closed = False
-        self._strict = strict
         self._raw = [opening]  # all text since the last finished call
         self._error = ""  # set once the block is malformed
         self._buffer = ""
@@ -71,7 +70,7 @@ class ToolBlock:
         elif (
             marker == DSML
             and self._read in (self._between_calls, self._between_parameters)
-            and self._gap_is_done()
+            and self._buffer.endswith(("<", "</"))
         ):
             self._enter_tag(closing=self._buffer.endswith("</"))
         else:
@@ -92,21 +91,9 @@ class ToolBlock:
 
     def _gap(self, text: str) -> str:
         self._buffer += text
-        if self._strict:
-            fits = any(gap.startswith(self._buffer) for gap in self._gaps())
-        else:
-            fits = len(self._buffer) <= MAX_TAG_CHARS and _LOOSE_GAP.fullmatch(self._buffer) is not None
-        if not fits:
-            self._fail("the tags of a tool-call block are not one to a line")
+        if len(self._buffer) > MAX_TAG_CHARS or _GAP.fullmatch(self._buffer) is None:
+            self._fail("there is text between the tags of a tool-call block")
         return ""
-
-    def _gaps(self) -> tuple[str, ...]:
-        """A call without parameters has an empty line between its tags."""
-        empty_call = self._read == self._between_parameters and not self._names
-        return ("\n<", "\n</", "\n\n</") if empty_call else ("\n<", "\n</")
-
-    def _gap_is_done(self) -> bool:
-        return self._buffer in self._gaps() if self._strict else self._buffer.endswith(("<", "</"))
 
     def _enter_tag(self, *, closing: bool) -> None:
         inside_call = self._read == self._between_parameters
@@ -150,9 +137,7 @@ class ToolBlock:
         self._buffer = self._buffer + text
         end = self._buffer.find(">", seen, MAX_TAG_CHARS)
         while end >= 0:
-            match = pattern.fullmatch(self._buffer, 0, end + 1)
-            if not match and not self._strict:
-                match = loose.fullmatch(self._buffer, 0, end + 1)
+            match = pattern.fullmatch(self._buffer, 0, end + 1) or loose.fullmatch(self._buffer, 0, end + 1)
             if match:
                 return match, self._buffer[end + 1 :]
             end = self._buffer.find(">", end + 1, MAX_TAG_CHARS)
@@ -182,8 +167,6 @@ class ToolBlock:
         if done:
             self._end_value()
             self._expect(self._between_parameters)
-        elif done is None and self._strict and self._buffer == "parameter":
-            self._fail("a closing parameter tag is not closed by '>'")
         elif done is None:  # another tag is part of the value
             self._back_to_value()
         return rest
@@ -202,7 +185,7 @@ class ToolBlock:
             self._emit_arguments(value)
             return
         if self._is_string is False:
-            self._note(f"the value {quoted(value)} is marked as JSON and is not")
+            self.events.append(FormatProblem(f"the value {quoted(value)} is marked as JSON and is not"))
         self._emit_arguments(_json(value))
 
     # Closing tags
@@ -247,17 +230,8 @@ class ToolBlock:
         if arguments:
             self.events.append(ToolCallDelta(self.next_index, arguments))
 
-    def _note(self, message: str) -> None:
-        if self._strict:
-            raise ChatError(f"tool call: {message}.")
-        self.events.append(FormatProblem(message))
-
     def _fail(self, message: str) -> None:
         """Keep the rest of the answer verbatim; `finish` emits it."""
-        if self._strict:
-            raise ChatError(
-                f"tool call: {message}. The completion does not follow the V4 format; parse it leniently."
-            )
         self._error = self._error or message
         if self._call_open:
             self.events.append(ToolCallEnd(self.next_index, complete=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from birkhoff.capture.spec.request import parse_capture_request
+from birkhoff.capture.spec.request import resolve_capture_request
 from birkhoff.capture.spec.validation import CaptureContext, ConsumerRules
 from birkhoff.errors import CaptureValidationError, RequestError
 from birkhoff.hooks.schema import build_hook_schema, schema_of
@@ -39,7 +39,7 @@ def part(**changes):
 
 def refused(raw, facts=FACTS) -> CaptureValidationError:
     with pytest.raises(CaptureValidationError) as caught:
-        parse_capture_request(raw, facts)
+        resolve_capture_request(raw, facts)
     error = caught.value
     assert isinstance(error, RequestError) and error.code == "capture-invalid"
     assert str(error).startswith(error.path + ": ") and len(str(error)) < 900

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from birkhoff.capture.sinks.result import CaptureFinish
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.store.export import to_safetensors
 from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.capture.store.reader import read_request, to_torch
@@ -22,9 +22,10 @@ SITES = [("mhc_streams_pre_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
 @pytest.fixture
 def directory(quick_path):
     with CaptureWriter(FileOptions(quick_path, coalesce_max_bytes=0), SoftDisk()) as files:
+        files.begin(CaptureRequest("a", "a", "run", meta={"model": "nano"}))
         for start in (0, 2):
             for hook, layer in SITES:
-                files.append(chunk("a", hook, layer, start, 2, meta={"model": "nano"}))
+                files.append(chunk("a", hook, layer, start, 2))
         assert files.finish(CaptureFinish("a", "stop", 4)).result(30).status == "ok"
     return quick_path / "run/a"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -389,14 +390,15 @@ def test_a_failing_disk_never_reaches_the_engine(quick_path):
         for index in range(6):
             bad[0] = index in (2, 3)
             name = f"r{index}"
-            dispatcher.begin({kind: CaptureRequest(name, name, "run") for kind in consumers})
-            dispatcher.submit(chunk(name, "post_attn", 0, 0, 4))
-            dispatcher.finish(name, "stop", 4)
-            results = dispatcher.results(name, timeout=30)
-            assert (
-                results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
-            )
-            assert_is_prefix(memory.entries(name)["post_attn", 0], name, 4)
+            for consumer in consumers:
+                key = f"{name}-{consumer}"
+                dispatcher.begin(consumer, CaptureRequest(key, name, "run"))
+                dispatcher.submit(replace(chunk(name, "post_attn", 0, 0, 4), request_id=key))
+                dispatcher.finish(key, "stop", 4)
+            written = dispatcher.result(f"{name}-files", "files", timeout=30)
+            assert written.status == ("error" if bad[0] else "ok")
+            assert dispatcher.result(f"{name}-memory", "memory", timeout=30).status == "ok"
+            assert_is_prefix(memory.entries(f"{name}-memory")["post_attn", 0], name, 4)
         bad[0] = False
     assert [path.name for path in sorted((quick_path / "run").iterdir()) if any(path.iterdir())] == [
         "r0",

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.capture.spec.request import (
-    Capture,
-    capture_hash,
-    parse_capture_request,
-    resolve_capture_request,
-)
+from birkhoff.capture.spec.request import Capture, capture_hash, resolve_capture_request
 from birkhoff.errors import CaptureValidationError, SiteError
 from tests.capture.requests import DISK, FACTS, FILED, MAX_TOKENS, PLAIN, PROMPT, V4, D, L, M, part, refused
 from tests.sizes import scaled
@@ -168,13 +163,10 @@ def test_python_and_json_forms_are_equal():
         "accepted_only": True,
         "project": "pair",
     }
-    wire, bare = (
-        parse_capture_request({"disk": raw}, FACTS)["disk"],
-        parse_capture_request({"disk": raw})["disk"],
-    )
+    wire = resolve_capture_request({"disk": raw}, FACTS)["disk"].capture
     keywords = {name: value for name, value in raw.items() if name not in ("hooks", "positions", "return")}
     python = Capture(raw["hooks"], raw["positions"], returns="handle", **keywords)
-    assert wire == bare == python == Capture.from_json(raw) == Capture(**raw)
+    assert wire == python == Capture.from_json(raw) == Capture(**raw)
     assert (
         python.streams == (0, 1)
         and python.returns == "handle"
@@ -255,7 +247,7 @@ def test_json_round_trip_and_plain_data(capture):
     raw = json.loads(json.dumps(capture.to_json()))
     again = Capture.from_json(raw)
     assert again == capture and hash(again) == hash(capture) and again.to_json() == raw
-    assert parse_capture_request(
+    assert resolve_capture_request(
         {"memory": raw}, dataclasses.replace(FACTS, max_request_bytes=None, max_inline_bytes=None)
     )
     assert (

@@ -84,12 +84,12 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
     rows = scaled(2000, 200)
     with Reading(name) as reading, Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher:
         reading.opened().listen()
-        dispatcher.begin({"shm": CaptureRequest("k", "mine", "run", meta={"model": "m"})})
+        dispatcher.begin("shm", CaptureRequest("k", "mine", "run", meta={"model": "m"}))
         for start in range(0, rows, 20):
             for hook in SHAPES:
                 dispatcher.submit(chunk("k", hook, 3, start, 20))
         dispatcher.finish("k", "length", 4)
-        result = dispatcher.results("k", 60)["shm"]
+        result = dispatcher.result("k", "shm", 60)
         dispatcher.shutdown()
         lines_read = reading.rest()
     assert result.status == "ok" and result.rows == rows * len(SHAPES) and result.keys == len(SHAPES)
@@ -111,10 +111,11 @@ def test_the_writer_waits_for_a_slow_reader(name):
         Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher,
     ):
         reading.opened().listen()
+        dispatcher.begin("shm", CaptureRequest("k", "k", "run"))
         for start in range(0, 400, 8):
             dispatcher.submit(chunk("k", "mlp_out", 0, start, 8))
         dispatcher.finish("k", "length", 4)
-        assert dispatcher.results("k", 60)["shm"].status == "ok"
+        assert dispatcher.result("k", "shm", 60).status == "ok"
         dispatcher.shutdown()
         lines_read = reading.rest()
     assert sum(line.get("rows", 0) for line in lines_read) == 400 and lines_read[-1]["dropped"] == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.capture.spec.request import Capture, parse_capture_request
+from birkhoff.capture.spec.request import Capture, resolve_capture_request
 from birkhoff.errors import CaptureValidationError
 from tests.capture.requests import DISK, FACTS, FILED, MAX_TOKENS, MEMORY, PROMPT, V4, L, part, refused
 
@@ -181,7 +181,7 @@ def test_t_cap_2_v9_a_position_that_the_prefix_cache_serves():
         error = refused({"memory": part(positions=positions)}, cached)
         assert (error.rule, error.path) == ("V9", f"{MEMORY}.positions") and "first 3 tokens" in str(error)
     for positions in ("last_prompt", "all_generated", [3], {"prompt": {"window": [3, None]}}):
-        assert parse_capture_request({"memory": part(positions=positions)}, cached)
+        assert resolve_capture_request({"memory": part(positions=positions)}, cached)
 
 
 def test_t_cap_2_the_first_broken_rule_is_the_one_that_is_named():
@@ -206,7 +206,7 @@ def test_t_cap_2_the_first_broken_rule_is_the_one_that_is_named():
     for rule, consumer, change in repairs:
         bad |= change
         assert refused({consumer: bad}, cached).rule == rule, (rule, bad)
-    assert parse_capture_request({"disk": bad | {"project": "probe"}}, cached)
+    assert resolve_capture_request({"disk": bad | {"project": "probe"}}, cached)
 
 
 def test_t_cap_2_messages_name_valid_values():
@@ -291,11 +291,7 @@ def test_unknown_fields_and_parts_that_are_no_object():
 @pytest.mark.parametrize("hook", ["mhc_streams_final", "mhc_head_mix", "final_hidden"])
 def test_t_cap_3_model_level_hooks_take_any_selector_and_give_one_entry_at_the_last_layer(hook, selector):
     capture = Capture({hook: selector})
-    assert (
-        capture
-        == Capture({hook: "all"})
-        == parse_capture_request({"memory": {"hooks": {hook: selector}}})["memory"]
-    )
+    assert capture == Capture({hook: "all"}) == Capture.from_json({"hooks": {hook: selector}})
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
     assert resolved.addresses == ((hook, L - 1),) and resolved.requested == {(hook, L - 1): (hook, L - 1)}
     assert all(resolved.address(hook, layer) == (hook, L - 1) for layer in (0, 3, -1, 99))
@@ -309,10 +305,9 @@ plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
     st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4))
 )
 def test_any_json_is_a_request_or_a_typed_refusal(raw):
-    for facts in (None, FACTS):
-        try:
-            captures = parse_capture_request(raw, facts)
-        except CaptureValidationError as error:
-            assert error.path.startswith("capture") and len(str(error)) < 1000
-        else:
-            assert all(isinstance(capture, Capture) for capture in captures.values())
+    try:
+        captures = resolve_capture_request(raw, FACTS)
+    except CaptureValidationError as error:
+        assert error.path.startswith("capture") and len(str(error)) < 1000
+    else:
+        assert all(isinstance(each.capture, Capture) for each in captures.values())

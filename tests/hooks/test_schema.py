@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from birkhoff.errors import ConfigError
-from birkhoff.hooks import sites
-from birkhoff.hooks.schema import build_hook_schema, schema_json, schema_of
+from birkhoff.hooks.schema import build_hook_schema, schema_of
 from birkhoff.hooks.tap import EagerTap
 from tests.models import TINY, random_model, random_tokens
 
@@ -81,19 +78,6 @@ def test_hash_routed_layers_are_marked_on_routing_hooks_only():
     marked = {name: hook.hash_routed for name, hook in schema.items() if hook.hash_routed}
     expected = tuple(layer for layer in range(TINY.num_hidden_layers) if TINY.is_hash_routed(layer))
     assert expected and marked == {"moe_router_logits": expected, "moe_topk": expected}
-
-
-def test_schema_json_is_serialisable_and_ordered_by_id():
-    table = json.loads(json.dumps(schema_json(schema_of(TINY, "bfloat16"), TINY.num_hidden_layers)))
-    assert (table["num_layers"], table["hidden_size"], table["num_streams"]) == (TINY.num_hidden_layers, D, M)
-    assert [hook["id"] for hook in table["hooks"].values()] == [s.id for s in sites.SITES if not s.absent]
-    assert (
-        table["hooks"]["mhc_streams_final"]["level"] == "model"
-        and table["hooks"]["mlp_in"]["level"] == "layer"
-    )
-    assert table["hooks"]["moe_topk"]["hash_routed_layers"] == [0, 1]
-    plain = schema_json(build_hook_schema(8, "float32", None), 2)
-    assert plain["num_streams"] is None and list(plain["hooks"]) == ["pre_attn", "post_attn", "post_mlp"]
 
 
 @pytest.mark.parametrize(

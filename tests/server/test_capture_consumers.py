@@ -32,11 +32,13 @@ def test_consumers_of_flags_receive_rows_and_files_can_be_fetched(tmp_path):
             CHAT, {"messages": user("x"), "capture": {"sae_stats": {"hooks": {"mlp_out": [0]}}}}
         )
         assert named.status_code == 400 and "no consumer has this name" in named.json()["error"]["message"]
+        delivered = served.metric('birkhoff_capture_rows{consumer="shards",state="delivered"}')
+        assert served.metric('birkhoff_capture_rows{consumer="shards",state="dropped"}') == 0
     usage = [answer["usage"] for answer in (first, second)]
     computed = sum(each["prompt_tokens"] + each["completion_tokens"] - 1 for each in usage)
     assert int(np.load(stats)["rows"]) == computed  # every request, with and without a capture
     (rows,) = read_sharded(files / "t")["a"].values()
-    assert len(rows) == usage[1]["prompt_tokens"] + usage[1]["completion_tokens"] - 1
+    assert len(rows) == usage[1]["prompt_tokens"] + usage[1]["completion_tokens"] - 1 == delivered
 
 
 @pytest.mark.parametrize("flag", ["tape", "filesystem", "logging:level=loud"])

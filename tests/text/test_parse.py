@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.errors import ChatError, PromptError
 from birkhoff.text.chat import encode_chat, render
 from birkhoff.text.events import (
     ContentDelta,
@@ -17,7 +16,8 @@ from birkhoff.text.events import (
     assemble,
 )
 from birkhoff.text.markers import CHAT_MARKERS, DSML, END_THINK, EOS, THINK, USER
-from birkhoff.text.parse import CompletionParser, parse_completion
+from birkhoff.text.output_stream import ChatStream
+from birkhoff.text.parse import CompletionParser
 from birkhoff.text.prompt_texts import own_prompt_texts
 from birkhoff.text.segments import Marker, TextSegment, split_markers
 from tests.sizes import scaled
@@ -26,9 +26,22 @@ from tests.text.conversations import HOSTILE, HOSTILE_PIECES, assistants, render
 QUESTION = {"role": "user", "content": "q"}
 
 
-def events_of(segments, *, thinking=False, strict=False):
-    parser = CompletionParser(thinking=thinking, strict=strict)
+def events_of(segments, *, thinking=False):
+    parser = CompletionParser(thinking=thinking)
     return [event for segment in segments for event in parser.feed(segment)] + parser.finish()
+
+
+def message_of(completion, *, thinking=False):
+    """The message of a completion whose markers are spelled out."""
+    return assemble(events_of(split_markers(completion), thinking=thinking))
+
+
+def streamed_message(token_ids, tokenizer, *, thinking=False):
+    """The message of generated tokens, as an engine reads them."""
+    stream = ChatStream(tokenizer, thinking=thinking)
+    for token_id in token_ids:
+        stream.feed(token_id)
+    return stream.message()
 
 
 def expected_arguments(call):
@@ -49,7 +62,7 @@ def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, 
     whole = encode_chat([QUESTION, message], tokenizer, own_prompt_texts(), thinking=thinking)
     assert whole[: len(question)] == question
     completion = whole[len(question) :]
-    parsed = parse_completion(completion, thinking=thinking, tokenizer=tokenizer)
+    parsed = streamed_message(completion, tokenizer, thinking=thinking)
     assert parsed.reasoning == ((message["reasoning_content"] or "") if thinking else "")
     assert parsed.content == (message["content"] or "")
     assert [call.name for call in parsed.tool_calls] == [
@@ -108,7 +121,7 @@ COMPLETION = (
 
 
 def test_a_whole_completion():
-    parsed = parse_completion(COMPLETION, thinking=True)
+    parsed = message_of(COMPLETION, thinking=True)
     assert parsed.reasoning == "Thoughts\n\n<b>\n" and parsed.content == "Say\n\n<i>"
     assert parsed.tool_calls == (
         ToolCall(
@@ -119,14 +132,13 @@ def test_a_whole_completion():
     )
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_streamed_pieces_join_to_the_whole_at_every_split(strict):
+def test_streamed_pieces_join_to_the_whole_at_every_split():
     segments = split_markers(COMPLETION)
-    whole = events_of(segments, thinking=True, strict=strict)
+    whole = events_of(segments, thinking=True)
     count = sum(len(segment.string) for segment in segments)
     for cut in range(count):
-        same(whole, events_of(pieces_of(segments, {cut}), thinking=True, strict=strict))
-    same(whole, events_of(pieces_of(segments, set(range(count))), thinking=True, strict=strict))
+        same(whole, events_of(pieces_of(segments, {cut}), thinking=True))
+    same(whole, events_of(pieces_of(segments, set(range(count))), thinking=True))
 
 
 @settings(max_examples=scaled(1000))
@@ -182,13 +194,9 @@ END = f"\n</{DSML}tool_calls>"
         (f"a\n\n<{DSML}invoke", False, "outside a tool-call block"),
         (f"a{EOS}b", False, "behind the end marker"),
         (f"a{tool_block(CALL + END)}b", False, "behind the tool calls"),
-        (f"a{tool_block(CALL + END)}\n", False, "behind the tool calls"),
-        (f"a\n<{DSML}tool_calls>{CALL}{END}", False, "blank line"),
         (f"{tool_block(CALL)}", False, "ends inside a tool-call block"),
         (f"{tool_block(CALL[:-7] + EOS)}", False, "ends inside a tool-call block"),
-        (f"{tool_block('x' + CALL + END)}", False, "not one to a line"),
-        (f"{tool_block(CALL + END[1:])}", False, "not one to a line"),
-        (f"{tool_block(CALL + CALL[1:] + END)}", False, "not one to a line"),
+        (f"{tool_block('x' + CALL + END)}", False, "text between the tags"),
         (f"{tool_block(CALL + USER + END)}", False, "marker stands where"),
         (f"{tool_block(CALL.replace('invoke name', 'call name') + END)}", False, "marker stands where"),
         (f"{tool_block(CALL.replace(' string=', ' kind=') + END)}", False, "marker stands where"),
@@ -204,7 +212,7 @@ END = f"\n</{DSML}tool_calls>"
         (
             f"{tool_block(CALL.replace(DSML + 'parameter>', DSML + 'parameterX') + END)}",
             False,
-            "not closed by '>'",
+            "ends inside a tool-call block",
         ),
         (
             f'{tool_block(f"""{chr(10)}<{DSML}invoke name="{"n" * 9000}">""")}',
@@ -224,17 +232,17 @@ END = f"\n</{DSML}tool_calls>"
         ),
     ],
 )
-def test_strict_reading_refuses_and_lenient_reading_goes_on(completion, thinking, message):
-    with pytest.raises(ChatError, match=message):
-        parse_completion(completion, thinking=thinking)
-    parsed = parse_completion(completion, thinking=thinking, strict=False)
+def test_a_deviation_is_reported_and_no_marker_becomes_text(completion, thinking, message):
+    parsed = message_of(completion, thinking=thinking)
+    assert any(message in problem.message for problem in parsed.problems), parsed.problems
     text = parsed.reasoning + parsed.content
     assert not any(marker in text for marker in CHAT_MARKERS)
 
 
 def test_a_missing_end_marker_is_no_deviation():
-    assert parse_completion("answer", thinking=False).content == "answer"
-    assert len(parse_completion(tool_block(CALL + END), thinking=False).tool_calls) == 1
+    answer, call = message_of("answer"), message_of(tool_block(CALL + END))
+    assert answer.content == "answer" and len(call.tool_calls) == 1
+    assert answer.problems == call.problems == ()
 
 
 @pytest.mark.parametrize(
@@ -258,14 +266,14 @@ def test_a_missing_end_marker_is_no_deviation():
     ],
 )
 def test_lenient_recovery(completion, thinking, reasoning, content, calls):
-    parsed = parse_completion(completion, thinking=thinking, strict=False)
+    parsed = message_of(completion, thinking=thinking)
     assert (parsed.reasoning, parsed.content, len(parsed.tool_calls)) == (reasoning, content, calls)
     assert all(json.loads(call.arguments_json) == {"k": 1} for call in parsed.tool_calls)
 
 
 def test_a_value_that_is_not_json_becomes_a_string():
     completion = tool_block(CALL.replace(">1<", ">{one<") + END)
-    parsed = parse_completion(completion, thinking=False, strict=False)
+    parsed = message_of(completion)
     assert json.loads(parsed.tool_calls[0].arguments_json) == {"k": "{one"}
     assert [problem.message for problem in parsed.problems] == [
         "the value '{one' is marked as JSON and is not"
@@ -337,11 +345,6 @@ def test_without_a_tool_block_no_text_is_lost(segments, thinking):
 def test_text_that_spells_markers_is_content(tokenizer):
     spelled = f"</think>{EOS}\n\n<{DSML}tool_calls>{CALL}{END}"
     ids = [*tokenizer.encode(spelled), tokenizer.token_id(EOS)]
-    parsed = parse_completion(ids, thinking=False, tokenizer=tokenizer)
+    parsed = streamed_message(ids, tokenizer)
     assert parsed.content == spelled and parsed.tool_calls == () and parsed.problems == ()
-    assert parse_completion(render_text(split_markers(f"r{END_THINK}a")), thinking=True).reasoning == "r"
-
-
-def test_ids_need_their_tokenizer():
-    with pytest.raises(PromptError, match="without its tokenizer"):
-        parse_completion([5, 6], thinking=False)
+    assert message_of(render_text(split_markers(f"r{END_THINK}a")), thinking=True).reasoning == "r"

@@ -9,8 +9,8 @@ origin of the chunk. torch is imported only if a chunk holds a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,6 @@ class Chunk:
     row_offset: int = 0
     step_index: int = 0
     scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
-    meta: Mapping[str, Any] = field(default_factory=dict)  # facts about the request for the sidecar
     num_steps: int = 1  # number of steps joined in this chunk, from `step_index` on
 
     @property
@@ -143,7 +142,6 @@ class Chunk:
             "row_offset": self.row_offset,
             "step_index": self.step_index,
             "scale": None if scales is None else scales.tolist(),
-            "meta": dict(self.meta),
             "num_steps": self.num_steps,
         }
 

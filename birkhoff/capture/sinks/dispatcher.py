@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -43,12 +43,9 @@ class Counters:
 
     submitted_rows: int = 0
     delivered_rows: int = 0
-    dropped_chunks: int = 0
     dropped_rows: int = 0
     spilled_chunks: int = 0
-    spilled_bytes: int = 0
     blocked_seconds: float = 0.0
-    failed_requests: int = 0
 
 
 @dataclass(eq=False)
@@ -122,7 +119,6 @@ class ConsumerQueue:
         with self._lock:
             if spilled is not None:
                 self.counters.spilled_chunks += 1
-                self.counters.spilled_bytes += spilled.nbytes
                 return self._append(key, spilled)
             started = time.monotonic()
             self._room.wait_for(lambda: self._in_memory < self._limit or self._closing)
@@ -136,7 +132,6 @@ class ConsumerQueue:
         with self._lock:
             self.counters.submitted_rows += rows
             self.counters.dropped_rows += rows
-            self.counters.dropped_chunks += 1
             if key in self._open_requests:
                 self._open_requests[key].dropped_rows += rows
                 self._open_requests[key].error = self._open_requests[key].error or error
@@ -175,7 +170,6 @@ class ConsumerQueue:
         queue.ready.notify()
 
     def _drop(self, key: str, chunk: Chunk, error: str | None) -> None:
-        self.counters.dropped_chunks += 1
         self.counters.dropped_rows += chunk.num_rows
         open_request = self._open_requests.get(key)
         if open_request is not None:
@@ -218,8 +212,6 @@ class ConsumerQueue:
         text = _error_text(error)
         log.warning("capture consumer %s failed: %s", self.name, text)
         open_request.error = open_request.error or text
-        with self._lock:
-            self.counters.failed_requests += not open_request.lost_rows
         if isinstance(item, CaptureFinish):
             self._resolve(item.key, open_request, CaptureResult("error", error=text))
         else:
@@ -279,7 +271,7 @@ class Dispatcher:
         self._kept_results = kept_results
         self.queues: dict[str, ConsumerQueue] = {}
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[str, ...]] = {}  # open requests -> the queues they use
+        self._open: dict[str, ConsumerQueue] = {}  # by key of an open request
         self._closed = False
         for name, consumer in consumers.items():
             self.add(name, consumer)
@@ -295,50 +287,33 @@ class Dispatcher:
             )
             self.queues = {**self.queues, name: queue}  # a new mapping, so that concurrent iteration is safe
 
-    def begin(self, requests: Mapping[str, CaptureRequest]) -> None:
-        """Announce a request to the consumers it names. Raises if the key is in use or a consumer is unknown."""
-        keys = {request.key for request in requests.values()}
-        unknown = [name for name in requests if name not in self.queues]
-        if unknown or len(keys) != 1:
+    def begin(self, consumer: str, request: CaptureRequest) -> None:
+        """Announce a request to a consumer. Raises if the key is in use or the consumer is unknown."""
+        if consumer not in self.queues:
             raise CaptureError(
-                f"a request must have one key and known consumers; got keys {sorted(keys)} and unknown {unknown}. "
-                f"This server has: {', '.join(sorted(self.queues)) or 'none'}."
+                f"there is no consumer {quoted(consumer)}, expected one of: {', '.join(sorted(self.queues)) or 'none'}."
             )
-        (key,) = keys
         with self._lock:
             if self._closed:
                 raise CaptureError("the capture is shut down. Start another engine.")
-            if key in self._open:
+            if request.key in self._open:
                 raise CaptureError(
-                    f"request {quoted(key)} is being captured already. Give every request its own key."
+                    f"request {quoted(request.key)} is being captured already. Give every request its own key."
                 )
-            self._open[key] = tuple(requests)
-        for name, request in requests.items():
-            self.queues[name].begin(request)
+            self._open[request.key] = self.queues[consumer]
+        self.queues[consumer].begin(request)
 
-    def submit(self, chunk: Chunk, consumers: Iterable[str] | None = None) -> None:
-        """Queue a chunk for all or some consumers of its request. A request may begin with its first chunk."""
-        key = chunk.request_id
-        queues = self._open.get(key)
-        if queues is None:
-            try:
-                self.begin(
-                    {name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.queues}
-                )
-            except CaptureError as error:
-                for queue in self.queues.values():
-                    queue.fail(key, _rows(chunk), str(error))
-                return
-            queues = self._open[key]
-        targets = queues if consumers is None else tuple(name for name in queues if name in set(consumers))
+    def submit(self, chunk: Chunk) -> None:
+        """Queue a chunk for the consumer of its request; ignored after a shutdown, while the engine may still run."""
+        queue = self._open.get(chunk.request_id)
+        if queue is None:
+            return
         try:
             chunk.check()
-            for name in targets:
-                self.queues[name].put(chunk)
+            queue.put(chunk)
         except Exception as error:
-            log.warning("a chunk of %s was not captured: %s", quoted(key), error)
-            for name in targets:
-                self.queues[name].fail(key, _rows(chunk), _error_text(error))
+            log.warning("a chunk of %s was not captured: %s", quoted(chunk.request_id), error)
+            queue.fail(chunk.request_id, _rows(chunk), _error_text(error))
 
     def finish(
         self,
@@ -349,18 +324,13 @@ class Dispatcher:
     ) -> None:
         """Mark the end of a request. Does not wait."""
         with self._lock:
-            queues = self._open.pop(key, ())
-        for name in queues:
-            self.queues[name].finish(CaptureFinish(key, finish_reason, prompt_len, 0, error))
+            queue = self._open.pop(key, None)
+        if queue is not None:
+            queue.finish(CaptureFinish(key, finish_reason, prompt_len, 0, error))
 
     def result(self, key: str, consumer: str, timeout: float = 0) -> CaptureResult:
-        """The result of a request at one consumer, `pending` if it is not known after `timeout` seconds."""
+        """The result of a request at its consumer, `pending` if it is not known after `timeout` seconds."""
         return self.queues[consumer].results.get(key, timeout)
-
-    def results(self, key: str, timeout: float = 0) -> dict[str, CaptureResult]:
-        """The result of a request at every consumer, after at most `timeout` seconds for all of them."""
-        deadline = time.monotonic() + timeout
-        return {name: self.result(key, name, max(deadline - time.monotonic(), 0)) for name in self.queues}
 
     def shutdown(self) -> None:
         """Deliver what is queued, finish open requests, and shut all consumers down."""

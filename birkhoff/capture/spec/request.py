@@ -213,38 +213,23 @@ class ResolvedCapture:
 CaptureSpecs = Mapping[str, Any]  # by consumer: a `Capture`, or its wire form
 
 
-def parse_capture_request(
-    raw: Any, context: CaptureContext | None = None, path: str = "capture"
-) -> dict[str, Capture]:
-    """Parse the wire form into one capture per consumer. Without `context`, rules that need a model are skipped."""
-    return {consumer: capture for consumer, capture, _ in _parse(raw, context, path)}
-
-
 def resolve_capture_request(
     specs: CaptureSpecs, context: CaptureContext, path: str = "capture"
 ) -> dict[str, ResolvedCapture]:
-    """Resolve all captures of a request. The limit on bytes applies to all consumers together."""
+    """Check and resolve all captures of a request. The limit on bytes applies to all consumers together."""
+    if not isinstance(specs, Mapping) or not specs or not all(isinstance(name, str) for name in specs):
+        example = '{"memory": {"hooks": {"mlp_out": [3]}, "positions": "last_prompt"}}'
+        message = f"is {quoted(specs)}, expected an object keyed by consumer, such as {example}."
+        raise CaptureValidationError(message, path, "V1")
     resolved = {}
-    for consumer, capture, resolution in _parse(specs, context, path):
+    for consumer, spec in specs.items():
+        fields = spec.fields() if isinstance(spec, Capture) else spec
+        values, resolution = check(fields, field_path(path, consumer), consumer, context)
         assert resolution is not None
+        context = replace(context, spent_bytes=context.spent_bytes + resolution.estimate.bytes)
+        capture = spec if isinstance(spec, Capture) else Capture.__new__(Capture)._fill(values)
         resolved[consumer] = ResolvedCapture.of(capture, consumer, context.num_layers, resolution)
     return resolved
-
-
-def _parse(
-    raw: Any, context: CaptureContext | None, path: str
-) -> Iterator[tuple[str, Capture, Resolution | None]]:
-    if not isinstance(raw, Mapping) or not raw or not all(isinstance(name, str) for name in raw):
-        example = '{"memory": {"hooks": {"mlp_out": [3]}, "positions": "last_prompt"}}'
-        message = f"is {quoted(raw)}, expected an object keyed by consumer, such as {example}."
-        raise CaptureValidationError(message, path, "V1")
-    for consumer, part in raw.items():
-        fields = part.fields() if isinstance(part, Capture) else part
-        values, resolution = check(fields, field_path(path, consumer), consumer, context)
-        if context is not None and resolution is not None:
-            context = replace(context, spent_bytes=context.spent_bytes + resolution.estimate.bytes)
-        capture = part if isinstance(part, Capture) else Capture.__new__(Capture)._fill(values)
-        yield consumer, capture, resolution
 
 
 def capture_hash(captures: Mapping[str, Capture], projections: Mapping[str, str] | None = None) -> str:

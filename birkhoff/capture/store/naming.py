@@ -25,7 +25,6 @@ MAX_SLUG = 200  # file names may have 255 bytes; leaves space for suffixes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SHARD = re.compile(r"shard-.*\.(bin|json|tmp|journal|poison)", re.DOTALL)
-PER_FILE = re.compile(r"\d+_[A-Za-z0-9._-]+")
 
 
 def slug(text: str) -> str:

@@ -92,7 +92,7 @@ class CaptureWriter:
     def append(self, chunk: Chunk) -> None:
         state = self._states.get(chunk.request_id)
         if state is None:
-            self.begin(CaptureRequest(chunk.request_id, chunk.request_id, chunk.tag, meta=chunk.meta))
+            self.begin(CaptureRequest(chunk.request_id, chunk.request_id, chunk.tag))
             state = self._states[chunk.request_id]
         if state.error is not None or any(file.error is not None for file in state.files):
             state.lost_rows += chunk.num_rows

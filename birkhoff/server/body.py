@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,9 +30,15 @@ Body = TypeVar("Body", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
-    """A JSON object of a request. Unknown fields are kept so that the route can name them in a warning."""
+    """A JSON object of a request. Unknown fields are kept, so that `refuse_unknown_fields` can name them.
+
+    `without_effect` are fields of the protocol that are accepted and change nothing here; a call that sets one gets a
+    warning. `refused` are fields of the protocol that cannot be served, with the reason; null, empty and false values
+    of these are accepted."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -41,6 +49,59 @@ class StrictBody(RequestBody):
     """A JSON object in which unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class EmptyBody(StrictBody):
+    """The body of a call without fields: none, or an empty object."""
+
+
+MAX_UNKNOWN_FIELDS = 64
+
+
+def refuse_unknown_fields(body: RequestBody, strict: bool = False) -> list[str]:
+    """Raise 400 for the first field, also of nested objects, that this call does not have or cannot serve.
+
+    Returns warnings about fields without effect; with `strict` these are refused too."""
+    warnings = []
+    for path, owner in _nested_bodies(body, ""):
+        unknown = owner.unknown_fields
+        if len(unknown) > MAX_UNKNOWN_FIELDS:
+            raise bad_request(
+                f"the body has {len(unknown)} unknown fields. Remove them.", code="fields-unknown"
+            )
+        for name in unknown:
+            shown = path + name[:64]
+            if name in owner.refused:
+                if getattr(owner, name) in (None, {}, [], False, "none", "disabled"):
+                    continue
+                raise bad_request(
+                    f"{shown} is not served: {owner.refused[name]}. Leave it out.", shown, "field-refused"
+                )
+            if name not in owner.without_effect:
+                known = list(type(owner).model_fields)
+                close = get_close_matches(name[:64], known, 1)
+                hint = f"Did you mean {close[0]!r}?" if close else "Remove it."
+                raise bad_request(f"{shown!a} is no field of this call. {hint}", shown, "field-unknown")
+            if strict:
+                raise bad_request(
+                    f"{shown!a} has no effect here, and X-Strict asks for exactness. Remove it.",
+                    shown,
+                    "field-unknown",
+                )
+            if getattr(owner, name) is not None:
+                warnings.append(f"{shown!a} has no effect here.")
+    return warnings
+
+
+def _nested_bodies(value: Any, path: str) -> Iterator[tuple[str, RequestBody]]:
+    """The bodies in a value, with the prefix of the names of their fields."""
+    if isinstance(value, RequestBody):
+        yield path, value
+        for name in type(value).model_fields:
+            yield from _nested_bodies(getattr(value, name), f"{path}{name}.")
+    elif isinstance(value, list) and value and isinstance(value[0], RequestBody):
+        for index, item in enumerate(value):
+            yield from _nested_bodies(item, f"{path[:-1]}[{index}].")
 
 
 async def _read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:

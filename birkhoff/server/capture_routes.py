@@ -26,6 +26,7 @@ from starlette.responses import FileResponse, Response
 from birkhoff.capture.store.export import to_safetensors
 from birkhoff.capture.store.reader import CaptureEntries, CaptureEntry, read_request, read_sharded
 from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.body import EmptyBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.links import LIFETIME_SECONDS, SignedLinks
 from birkhoff.server.reply import json_response
@@ -67,7 +68,8 @@ class CaptureRoutes:
             path, headers=headers, media_type="application/octet-stream", filename=f"{capture_id}.safetensors"
         )
 
-    async def link(self, capture_id: str) -> Response:
+    async def link(self, http: HttpRequest, capture_id: str) -> Response:
+        await self._context.read_body(http, EmptyBody, optional=True)
         await asyncio.to_thread(self._context.capture_index.describe, capture_id)  # raises 404 if unknown
         url = self._links.create(f"/v1/interp/captures/{capture_id}/data")
         return json_response({"url": url, "expires_in": LIFETIME_SECONDS})

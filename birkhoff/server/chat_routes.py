@@ -22,7 +22,14 @@ from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
 from birkhoff.server.choices import ChoicesFormatter
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import MessageList, PositiveInt, ResponseFormat, SamplingFields, ToolList
+from birkhoff.server.fields import (
+    MessageList,
+    PositiveInt,
+    ResponseFormat,
+    SamplingFields,
+    ToolList,
+    refuse_verbosity,
+)
 from birkhoff.server.generation import (
     GenerationCall,
     is_eos,
@@ -43,7 +50,16 @@ from birkhoff.text.events import (
 
 
 class Thinking(RequestBody):
+    without_effect = frozenset({"budget_tokens", "display"})
+
     type: Literal["enabled", "disabled", "adaptive"]
+
+
+class TemplateArguments(RequestBody):
+    """`chat_template_kwargs` of servers that render a template: two names of the same switch."""
+
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
 
 
 class ChatBody(SamplingFields):
@@ -57,6 +73,8 @@ class ChatBody(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking: Thinking | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -78,7 +96,13 @@ class ChatRoutes:
         context = self._context
         if body.modalities not in (None, ["text"]):
             raise bad_request("modalities: this model speaks text only. Leave it out.", "modalities")
-        for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
+        refuse_verbosity(body.verbosity, "verbosity")
+        only_values = {
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "skip_special_tokens": True,
+        }
+        for name, only in only_values.items():
             if getattr(body, name) not in (None, only):
                 raise bad_request(f"{name} can only be {str(only).lower()} here. Leave it out.", name)
         thinking, effort = self._reasoning(body)
@@ -115,10 +139,11 @@ class ChatRoutes:
             return REASONING_EFFORTS[body.reasoning_effort]
         if body.thinking is not None:
             return body.thinking.type != "disabled", None
-        kwargs = (body.model_extra or {}).get("chat_template_kwargs")
-        thinking = kwargs.get("thinking", kwargs.get("enable_thinking")) if isinstance(kwargs, dict) else None
-        if isinstance(thinking, bool):
-            return thinking, None
+        template = body.chat_template_kwargs
+        if template is not None:
+            thinking = template.enable_thinking if template.thinking is None else template.thinking
+            if thinking is not None:
+                return thinking, None
         return self._context.thinks_by_default, None
 
 

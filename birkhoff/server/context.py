@@ -18,9 +18,9 @@ from birkhoff.errors import quoted
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.async_engine import ActiveCall, AsyncEngine
-from birkhoff.server.body import LARGE_BODY, Body, RequestBody, read_json, validate
+from birkhoff.server.body import LARGE_BODY, Body, RequestBody, read_json, refuse_unknown_fields, validate
 from birkhoff.server.capture_index import CaptureIndex
-from birkhoff.server.fields import InterpFields, spread_extra_body, unknown_field_warnings
+from birkhoff.server.fields import InterpFields, spread_extra_body
 from birkhoff.server.generation import GenerationCall
 from birkhoff.server.json_grammar import GrammarCompiler
 from birkhoff.server.reply import json_response
@@ -107,7 +107,8 @@ class ServingContext:
             body = await asyncio.to_thread(validate, body_type, fields)
         else:
             body = validate(body_type, fields)
-        return body, warnings + unknown_field_warnings(body, http.headers.get("x-strict") == "1")
+        self.check_model(getattr(body, "model", None))
+        return body, warnings + refuse_unknown_fields(body, http.headers.get("x-strict") == "1")
 
     async def offload(self, work: Callable[[], Result], heavy: bool) -> Result:
         """Run `work` in a worker thread if it is heavy, else here: a thread hop costs more than light work."""

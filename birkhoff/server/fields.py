@@ -24,43 +24,26 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 MessageList = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
 ToolList = Annotated[list[dict[str, Any]], Field(max_length=128)]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-MAX_UNKNOWN_FIELDS = 64
-
-IGNORED = frozenset(
+# Fields of OpenAI's APIs without effect here: nothing is stored or shared between callers, and there is one tier.
+OPENAI_WITHOUT_EFFECT = frozenset(
     {
         "store",
         "service_tier",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
-        "verbosity",
-        "prediction",
-        "functions",
-        "function_call",
         "user",
         "metadata",
-        "cache_salt",
-        "chat_template_kwargs",
-        "include",
-        "truncation",
-        "background",
-        "text",
-        "context_management",
-        "inference_geo",
-        "container",
-        "mcp_servers",
-        "betas",
-        "cache_control",
     }
 )
-# Ignored without a warning: used elsewhere, or without effect on the output.
-SILENTLY_IGNORED = frozenset({"user", "metadata", "chat_template_kwargs", "cache_salt", "include"})
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
     "chat_template": "a template is code, and a call brings none",
     "best_of": "ask for n answers and choose",
     "prompt_logprobs": "ask /v1/completions with echo and logprobs",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
 }
 
 
@@ -95,10 +78,15 @@ class InterpFields(SteeringFields):
 
 
 class StreamOptions(RequestBody):
+    without_effect = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
 
 
 class SamplingFields(InterpFields):
+    without_effect = OPENAI_WITHOUT_EFFECT | {"prediction", "cache_salt"}
+    refused = REFUSED
+
     model: ModelName | None = None
     max_tokens: PositiveInt | None = None
     temperature: Temperature | None = None
@@ -170,30 +158,13 @@ def refuse_baseline(body: InterpFields) -> None:
         raise bad_request("baseline has no place in this dialect. Use /v1/chat/completions.", "baseline")
 
 
+def refuse_verbosity(value: str | None, path: str) -> None:
+    if value not in (None, "medium"):
+        raise bad_request(f"{path}: this model has one verbosity. Ask for a length in the prompt.", path)
+
+
 def schema_format(schema: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
-
-
-def unknown_field_warnings(body: RequestBody, strict: bool) -> list[str]:
-    """Warnings about unknown fields. With `strict`, and for fields that would change the output, raises 400."""
-    unknown = body.unknown_fields
-    if len(unknown) > MAX_UNKNOWN_FIELDS:
-        raise bad_request(f"the body has {len(unknown)} unknown fields. Remove them.", code="fields-unknown")
-    warnings = []
-    for name in unknown:
-        shown = name[:64]
-        if name in REFUSED and getattr(body, name) not in (None, {}, []):
-            raise bad_request(
-                f"{shown} is not served: {REFUSED[name]}. Leave it out.", shown, "field-refused"
-            )
-        if name not in IGNORED and strict:
-            raise bad_request(
-                f"{shown!a} is no field of this call, and X-Strict asks for exactness. Remove it.",
-                code="field-unknown",
-            )
-        if name not in SILENTLY_IGNORED and (name not in IGNORED or getattr(body, name) is not None):
-            warnings.append(f"{shown!a} was ignored.")
-    return warnings
 
 
 def spread_extra_body(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

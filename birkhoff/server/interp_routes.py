@@ -16,23 +16,29 @@ from starlette.responses import Response
 
 from birkhoff.analysis.attention import attention_json, attention_masses
 from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import normalize_messages
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import InterpFields, MessageList, PositiveInt, TokenId
+from birkhoff.server.fields import MessageList, PositiveInt, SteeringFields, TokenId
 from birkhoff.server.reply import json_response
 from birkhoff.server.sse import wait_or_disconnect
+from birkhoff.server.steering_routes import request_edits
 
 Depth = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Result = TypeVar("Result")
 
 
-class TextBody(InterpFields):
-    """A text to analyse: token ids, plain text, or a conversation."""
+class PromptBody(RequestBody):
+    """A text: token ids, plain text, or a conversation."""
 
     model: str | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     prompt: str | None = None
     messages: MessageList | None = None
+
+
+class TextBody(PromptBody, SteeringFields):
+    """A text to analyse, and how it is steered."""
 
 
 class LensBody(TextBody):
@@ -51,7 +57,8 @@ class AttentionBody(TextBody):
     masses: bool = False
 
 
-class EstimateBody(TextBody):
+class EstimateBody(PromptBody):
+    capture: dict[str, Any] | None = None
     max_tokens: PositiveInt = 1
 
 
@@ -108,7 +115,7 @@ class InterpRoutes:
     def _lens(self, body: LensBody) -> dict[str, Any]:
         engine = self._context.engine
         ids = self.token_ids(body, self._context.settings.lens_max_tokens)
-        lens = engine.lens(ids, steer=self._context.interp_arguments(body)["steer"])
+        lens = engine.lens(ids, steer=request_edits(body.steering_fields, engine))
         views = list(lens.views) if body.views is None else body.views
         for view in views:
             if view not in lens.views:
@@ -134,7 +141,7 @@ class InterpRoutes:
     def _attention(self, body: AttentionBody) -> dict[str, Any]:
         engine = self._context.engine
         ids = self.token_ids(body, self._context.settings.lens_max_tokens)
-        steer = self._context.interp_arguments(body)["steer"]
+        steer = request_edits(body.steering_fields, engine)
         if body.masses:
             return {"masses": attention_masses(engine, ids, steer).tolist()}
         return {
@@ -142,7 +149,7 @@ class InterpRoutes:
             "layers": attention_json(engine.attention(ids, body.position, steer)),
         }
 
-    def token_ids(self, body: TextBody, max_tokens: int) -> list[int]:
+    def token_ids(self, body: PromptBody, max_tokens: int) -> list[int]:
         """Encode the text of a body; raises 400 if it has more than `max_tokens` tokens."""
         engine = self._context.engine
         given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]

@@ -8,7 +8,8 @@ containers are accepted and ignored; images are refused.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -52,7 +53,16 @@ class OutputConfig(RequestBody):
     format: dict[str, Any] | None = None
 
 
-class CountTokensBody(InterpFields):
+class PromptFields(RequestBody):
+    """The fields of Anthropic's Messages API that make the prompt."""
+
+    without_effect = frozenset({"metadata", "service_tier", "inference_geo", "betas", "cache_control"})
+    refused: ClassVar[Mapping[str, str]] = {
+        "mcp_servers": "this server opens no connections",
+        "container": "there is nothing to run code in",
+        "context_management": "the whole conversation is used",
+    }
+
     model: ModelName | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
     system: Content | None = None
@@ -62,7 +72,11 @@ class CountTokensBody(InterpFields):
     output_config: OutputConfig | None = None
 
 
-class MessagesBody(CountTokensBody):
+class CountTokensBody(PromptFields):
+    pass
+
+
+class MessagesBody(PromptFields, InterpFields):
     max_tokens: PositiveInt
     stop_sequences: Annotated[list[StopString], Field(max_length=8)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -97,7 +111,7 @@ class MessageRoutes:
         refuse_baseline(body)
         return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **arguments)
 
-    def _encode(self, body: CountTokensBody) -> tuple[list[int], MaskFactory | None, bool]:
+    def _encode(self, body: PromptFields) -> tuple[list[int], MaskFactory | None, bool]:
         """Prompt token ids, the grammar of the output, and whether the model thinks."""
         thinking, effort = self._context.thinks_by_default, None
         if body.thinking is not None:
@@ -127,7 +141,7 @@ class MessageRoutes:
         return prompt, mask, thinking
 
 
-def _chat_messages(body: CountTokensBody) -> list[dict[str, Any]]:
+def _chat_messages(body: PromptFields) -> list[dict[str, Any]]:
     """Anthropic's messages as chat messages of the model's encoding."""
     messages: list[dict[str, Any]] = []
     if body.system:

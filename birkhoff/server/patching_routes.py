@@ -21,7 +21,7 @@ from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName, TokenId
-from birkhoff.server.interp_routes import InterpRoutes, TextBody
+from birkhoff.server.interp_routes import InterpRoutes, PromptBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
 
@@ -39,8 +39,8 @@ class LogitDifference(StrictBody):
 
 
 class SweepBody(StrictBody):
-    source: TextBody
-    target: TextBody
+    source: PromptBody
+    target: PromptBody
     hook: Annotated[str, Field(min_length=1, max_length=64)]
     layers: Any = "all"
     positions: Annotated[list[Position], Field(min_length=1)] | None = None
@@ -54,8 +54,8 @@ class PatchingRoutes:
         self._interp = interp
 
     async def sweep(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read_body(http, SweepBody)
         check_steering_key(http, self._context.settings)
+        body, _ = await self._context.read_body(http, SweepBody)
         return json_response(await self._interp.run_exclusive(http, lambda: self._sweep(body)))
 
     async def delete_run(self, http: HttpRequest, run: str) -> Response:

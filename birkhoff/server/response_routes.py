@@ -7,7 +7,7 @@ are numbered in order; the last one carries the complete response.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -20,6 +20,8 @@ from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, enco
 from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import (
+    OPENAI_WITHOUT_EFFECT,
+    REFUSED,
     InterpFields,
     MessageList,
     ModelName,
@@ -30,6 +32,7 @@ from birkhoff.server.fields import (
     ToolList,
     TopP,
     refuse_baseline,
+    refuse_verbosity,
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, new_id, now, token_logprob, usage
@@ -38,14 +41,24 @@ from birkhoff.server.tools import Tools
 
 
 class Reasoning(RequestBody):
+    without_effect = frozenset({"summary", "generate_summary"})
+
     effort: ReasoningEffort | None = None
 
 
 class TextConfig(RequestBody):
     format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(InterpFields):
+    without_effect = (OPENAI_WITHOUT_EFFECT - {"metadata"}) | {"stream_options"}
+    refused = REFUSED | {
+        "prompt": "nothing is stored here. Send the text as instructions and input",
+        "truncation": "an input that is too long is refused",
+        "max_tool_calls": "calls are made by the client",
+    }
+
     model: ModelName | None = None
     input: str | MessageList
     instructions: str | None = None
@@ -88,6 +101,8 @@ class ResponseRoutes:
             raise bad_request(
                 "background: answers are given while the call is open. Leave it out.", "background"
             )
+        if body.text is not None:
+            refuse_verbosity(body.text.verbosity, "text.verbosity")
         thinking, effort = self._context.thinks_by_default, None
         if body.reasoning is not None and body.reasoning.effort is not None:
             thinking, effort = REASONING_EFFORTS[body.reasoning.effort]

@@ -23,7 +23,7 @@ from birkhoff.errors import quoted
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
-from birkhoff.server.body import RequestBody
+from birkhoff.server.body import EmptyBody, StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.interp_routes import InterpRoutes, TextBody
 from birkhoff.server.reply import json_response
@@ -68,7 +68,7 @@ class FeaturesBody(TextBody):
     layer: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
-class GlobalClampsBody(RequestBody):
+class GlobalClampsBody(StrictBody):
     prefill_specs: list[Any] | None = None
     decode_specs: list[Any] | None = None
     replace: bool = True
@@ -158,10 +158,10 @@ class SaeRoutes:
         return json_response(self._context.engine.saes.status())
 
     async def set(self, http: HttpRequest) -> Response:
+        check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(
             http, GlobalClampsBody, self._context.settings.max_upload_bytes
         )
-        check_steering_key(http, self._context.settings)
         edits = parse_global_specs({"prefill_specs": body.prefill_specs, "decode_specs": body.decode_specs})
         if not edits:
             raise bad_request(
@@ -173,6 +173,7 @@ class SaeRoutes:
 
     async def clear(self, http: HttpRequest) -> Response:
         check_steering_key(http, self._context.settings)
+        await self._context.read_body(http, EmptyBody, optional=True)
         self._context.engine.saes.clear_for_all()
         return await self.status()
 

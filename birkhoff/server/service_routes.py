@@ -18,6 +18,7 @@ from birkhoff.engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from birkhoff.hooks.signals import NAMES as SIGNALS
 from birkhoff.hooks.sites import SITES
 from birkhoff.server.api_errors import ApiError
+from birkhoff.server.body import EmptyBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.reply import json_response
@@ -163,7 +164,8 @@ class ServiceRoutes:
             self._metrics.record_captures(self._context.engine.capture_counters)
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def cancel(self, request_id: str) -> Response:
+    async def cancel(self, http: HttpRequest, request_id: str) -> Response:
         """Idempotent: an id that is not running, or never was, gives `cancelled: false`."""
+        await self._context.read_body(http, EmptyBody, optional=True)
         cancelled = self._context.async_engine.cancel_call(request_id)
         return json_response({"id": request_id[:128], "cancelled": cancelled})

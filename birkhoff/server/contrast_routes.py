@@ -14,7 +14,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.contrast import contrast_rows, vector_of
-from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.errors import LogitsError
+from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName
@@ -58,7 +59,11 @@ class ContrastRoutes:
                     headers={"x-should-retry": "false"},
                 )
         async with self._lock:
-            return json_response(await asyncio.to_thread(self._compare, body))
+            try:
+                return json_response(await asyncio.to_thread(self._compare, body))
+            except LogitsError as error:
+                settings = engine.settings
+                raise to_api_error(error, steered=bool(settings["steering"] or settings["saes"])) from None
 
     def _compare(self, body: ContrastBody) -> dict[str, Any]:
         engine = self._context.engine

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
-import jinja2
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from birkhoff.convert.chat_template import chat_template
+from birkhoff.errors import ChatError
 from birkhoff.text.chat import render
 from birkhoff.text.prompt_texts import own_prompt_texts
+from tests.sizes import scaled
+from tests.text.conversations import HONEST, HOSTILE, conversations, tools
 
 USER = {"role": "user", "content": "Tell me 'a story' of \"quotes\" & <tags>."}
 ANSWER = {"role": "assistant", "content": "Once.", "reasoning_content": "hm"}
@@ -50,18 +53,13 @@ CONVERSATIONS = {
 
 
 def by_template(messages, **variables) -> str:
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(chat_template(own_prompt_texts())).render(messages=messages, **variables)
+    """Rendered as Transformers does it for `apply_chat_template`."""
+    compiled = _compile_jinja_template(chat_template(own_prompt_texts()))
+    return compiled.render(messages=messages, **variables)
 
 
 def by_encoder(messages, **options) -> str:
-    ready = json.loads(json.dumps(messages))
-    for message in ready:
-        for call in message.get("tool_calls", []):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    segments = render(ready, own_prompt_texts(), **options)
-    return "".join(part.string for part in segments)
+    return "".join(part.string for part in render(messages, own_prompt_texts(), **options))
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -79,6 +77,72 @@ def test_tools_and_calls_render_alike(head, thinking):
         messages, tools=TOOLS, thinking=thinking
     )
     assert by_template(messages[:-2], tools=TOOLS) == by_encoder(messages[:-2], tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"q": "größe \\"x\\"", "n": 3, "deep": [1, null, {"a": -0.5e3}]}',
+        ' { "a" : "\\u00e9\\n\\/\\ud83d\\ude42" , "b":[ ] , "c":{ }, "a": true } ',
+        '{"n": [-0, 1E2, 12345678901234567890, NaN, -Infinity, 1e400]}',
+        "{}",
+        "",
+        "null",
+        "[1]",
+        '"text"',
+        '{"a": 1',
+        '{"a": 01}',
+        '{"a": 1.}',
+        '{"a": +1}',
+        '{"a": 1} x',
+        '{"a": 1,}',
+        '{"a": [1,]}',
+        '{"a" 1}',
+        "{a: 1}",
+        '{"a": "\\x"}',
+        '{"a": "\\u12"}',
+        '{"a": "\t"}',
+        '{"a": tru}',
+        '{"a": [1}',
+        "{'a': 1}",
+    ],
+)
+def test_arguments_as_json_text(arguments):
+    """OpenAI's clients send arguments as text; what is no JSON object is one argument of that name."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert by_template(messages) == by_encoder(messages)
+
+
+def test_task_tokens_and_developers_after_results():
+    for task in ("action", "query", "authority", "domain", "title", "read_url"):
+        asked = [{"role": "user", "content": "Where?", "task": task}]
+        for messages in (asked, [*asked, {"role": "assistant", "content": "here"}], [SYSTEM, *asked, USER]):
+            for thinking in (False, True):
+                assert by_template(messages, thinking=thinking) == by_encoder(messages, thinking=thinking)
+    developer = {"role": "developer", "content": "Answer in French."}
+    backwards = [USER, CALL, *reversed(RESULTS), developer, ANSWER, USER]
+    for messages in (backwards, backwards[:-1], backwards[:-2]):
+        for thinking in (False, True):
+            assert by_template(messages, thinking=thinking) == by_encoder(messages, thinking=thinking)
+
+
+@given(
+    messages=st.one_of(conversations(HONEST), conversations(HOSTILE)),
+    thinking=st.booleans(),
+    effort=st.sampled_from([None, None, "high", "max"]),
+    listed=st.one_of(st.none(), st.none(), tools(HOSTILE)),
+    form=st.one_of(st.none(), st.none(), st.just({"type": "json_object"})),
+)
+@settings(max_examples=scaled(3000), deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_conversations_render_alike(messages, thinking, effort, listed, form):
+    try:
+        expected = by_encoder(messages, thinking=thinking, effort=effort, tools=listed, response_format=form)
+    except ChatError:
+        return  # such as tools given twice
+    variables = {"thinking": thinking, "tools": listed, "response_format": form, "reasoning_effort": effort}
+    given_ones = {name: value for name, value in variables.items() if value is not None}
+    assert by_template(messages, **given_ones) == expected
 
 
 def test_effort_and_no_generation_prompt():

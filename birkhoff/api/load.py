@@ -210,7 +210,7 @@ def _build_model(
         )
     if placed is not None:
         network.use_expert_store(placed.store)
-    return network.to_empty(device=run.device).eval(), placed
+    return network.allocate(run.device).eval(), placed
 
 
 def place_experts(
@@ -269,12 +269,17 @@ def _load_weights(
     load_into(network.destinations(), checkpoint, skip=skip, progress=progress)
     install_cpu_decode(network)
     if run.numerics.kernels.name == "cpu":
-        seconds = compile_kernels()
-        if seconds > 2:
-            print(
-                f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time",
-                file=sys.stderr,
-            )
+        compile_kernels(_announce_compilation)
+
+
+def _announce_compilation() -> None:
+    folder = jit.compiled_code_folder()
+    kept = (
+        "and every time, because no cache folder can be written: set BIRKHOFF_CACHE"
+        if folder is None
+        else f"once for this machine and version; kept in {folder}"
+    )
+    print(f"birkhoff: compiling CPU kernels, {kept}", file=sys.stderr, flush=True)
 
 
 def _cache_bytes(options: EngineOptions, run: RunPlan, placed: PlacedExperts | None) -> int:
@@ -349,7 +354,8 @@ def _report(
     experts = "" if placed is None else f"; {placed.budget}"
     print(
         f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
-        f"{run.numerics.kernels.name} kernels; {options.max_requests} requests of up to {cache.context} tokens, "
+        f"{run.numerics.kernels.name} kernels; {options.max_requests} request{'s' * (options.max_requests != 1)} of up to "
+        f"{cache.context} tokens, "
         f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
         file=sys.stderr,
     )

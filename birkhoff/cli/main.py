@@ -19,6 +19,10 @@ from birkhoff.errors import BirkhoffError, OptionError
 
 def main() -> None:
     """Console script: install the Ctrl-C handler, run the command and exit."""
+    # OpenMP threads that wait by spinning take the core from the thread they wait for when the machine is busy: nano
+    # then decodes several times slower. Read by libgomp when PyTorch is imported.
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # SIGINT is ignored in background jobs; leave it ignored there.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle_interrupt)

@@ -7,7 +7,7 @@ of a real model, including the indexer's selection, which a real model reaches o
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import torch
 
@@ -44,11 +44,23 @@ MICRO = V4Config(
 )
 
 
-def compile_kernels() -> float:
-    """Compile all CPU kernels; returns the seconds it took, a fraction of one when they were cached."""
-    started = time.perf_counter()
+def compile_kernels(on_compile: Callable[[], None] = lambda: None) -> None:
+    """Load all CPU kernels from the cache or compile them; `on_compile` is called before the first is compiled."""
+    from numba.core import event
+
+    class Announce(event.Listener):  # type: ignore[misc]
+        started = False
+
+        def on_start(self, event: object) -> None:
+            if not self.started:
+                self.started = True
+                on_compile()
+
+        def on_end(self, event: object) -> None:
+            pass
+
     model = Transformer(MICRO, Numerics(kernels=select("cpu")))
-    with torch.inference_mode():
+    with torch.inference_mode(), event.install_listener("numba:compile", Announce()):
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
         install_cpu_decode(model)
@@ -59,4 +71,3 @@ def compile_kernels() -> float:
                 hidden, streams = model.run(batch, state, NoTap())
                 model.logits(hidden)
                 model.draft(streams, batch, state)
-    return time.perf_counter() - started

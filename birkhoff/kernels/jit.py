@@ -1,24 +1,32 @@
 """Compilation of the CPU twins with Numba, if it is installed.
 
-The twins are plain loops over rows, compiled once per machine and cached by Numba (next to the source, else in the
-user's cache folder, else not at all, so that a read-only installation works). Sums may be reassociated, which allows
+The twins are plain loops over rows, compiled once per machine and version. Sums may be reassociated, which allows
 vectorisation; infinities and NaN keep their meaning, since masks and health checks rely on them. Without Numba the
 reference twins are used.
 
-Compiled code inlines functions of other files, but Numba invalidates its cache by the text of one file only.
-Therefore a digest of all kernel sources is stored, and the cache is dropped when any of them has changed.
+Compiled code is kept in the user's cache folder (`cache_folder.py`), else next to the sources, else not at all, so that
+a read-only installation works. It inlines functions of other files, but Numba's own cache checks the text of one file
+only. Therefore the folder is named after a digest of all sources that are compiled: installations of one version share
+it, and those of different versions do not overwrite each other's code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import platform
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from birkhoff.kernels.cache_folder import cache_folder
+
 AVAILABLE = importlib.util.find_spec("numba") is not None
 MATH = {"reassoc", "contract", "arcp", "nsz"}
+KERNELS = Path(__file__).parent
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,28 +35,64 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     import numba
 
-    options: dict[str, Any] = {"fastmath": MATH, "nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no writable cache folder: compile in every process
-        return numba.njit(**options)(function)
+    dispatcher = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")(function)
+    folder = compiled_code_folder()
+    if folder is not None:
+        dispatcher._cache = _function_cache(folder)(function)  # what njit(cache=True) does, with our folder
+    return dispatcher
 
 
-def drop_stale_cache(kernels: Path) -> None:
-    """Delete compiled code cached next to the sources if any source has changed."""
-    try:
-        sources = sorted(kernels.rglob("*.py"))
-        digest = hashlib.sha256(b"".join(text.read_bytes() for text in sources)).hexdigest()
-        stamp = kernels / "__pycache__" / "sources.sha256"
-        if stamp.is_file() and stamp.read_text() == digest:
-            return
-        for index in kernels.rglob("__pycache__/*.nbi"):
-            index.unlink(missing_ok=True)
-        stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(digest)
-    except OSError:  # a folder that cannot be written holds no cache
-        return
+@cache
+def compiled_code_folder() -> Path | None:
+    """The folder of compiled code for these sources, this Python and this Numba; None if none can be written."""
+    import numba
+
+    digest = hashlib.sha256()
+    for source in sorted(KERNELS.rglob("*.py")):
+        text = source.read_bytes()
+        if b"jit import compiled" in text or source.name == "jit.py":
+            digest.update(str(source.relative_to(KERNELS)).encode() + text)
+    name = f"{digest.hexdigest()[:16]}-numba{numba.__version__}-py{platform.python_version()}"
+    for folder in (cache_folder("cpu") / name, KERNELS / "__pycache__" / name):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:
+            continue
+        return folder
+    return None
 
 
-if AVAILABLE:
-    drop_stale_cache(Path(__file__).parent)
+@cache
+def _function_cache(folder: Path) -> Any:
+    """Numba's cache class with files in a subfolder of `folder` for each package of kernels."""
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+    class KernelLocator:
+        def __init__(self, function: Callable[..., Any], file: str):
+            self._path = folder / Path(file).parent.name
+            self._line = function.__code__.co_firstlineno
+
+        @classmethod
+        def from_function(cls, function: Callable[..., Any], file: str) -> KernelLocator:
+            return cls(function, file)
+
+        def get_cache_path(self) -> str:
+            return str(self._path)
+
+        def ensure_cache_path(self) -> None:
+            os.makedirs(self._path, exist_ok=True)
+
+        def get_source_stamp(self) -> str:
+            return folder.name
+
+        def get_disambiguator(self) -> str:
+            return str(self._line)
+
+    class KernelCacheFiles(CompileResultCacheImpl):
+        _locator_classes = (KernelLocator,)
+
+    class KernelCache(FunctionCache):
+        _impl_class = KernelCacheFiles
+
+    return KernelCache

@@ -71,6 +71,12 @@ class Transformer(nn.Module):
         for layer, stack in enumerate(self.expert_stacks()):
             stack.move_to_store(store, layer)
 
+    def allocate(self, device: torch.device | str) -> Transformer:
+        """Give a model built on the meta device uninitialised memory on `device`; returns the model.
+
+        Unlike `Module.to_empty` it does not import PyTorch's symbolic shapes, which takes a third of a second."""
+        return self._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+
     def fuse(self) -> Transformer:
         """Run linear layers with a common input as one product, once weights are filled; returns the model.
 

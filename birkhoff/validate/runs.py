@@ -57,7 +57,7 @@ def build(
     numeric_options = Numerics(DTYPES[dtype], numerics == "released", select("reference"))
     with torch.device("meta"):
         model = Transformer(checkpoint.config, numeric_options, mtp=False)
-    model = model.to_empty(device=device).eval()
+    model = model.allocate(device).eval()
     load_into(model.destinations(), checkpoint, skip=("mtp.",))
     return model
 
@@ -70,7 +70,7 @@ def with_fault(model: Transformer, fault: Fault) -> Transformer:
     device = next(model.parameters()).device
     with torch.device("meta"):
         faulty = Transformer(fault.config(model.config), numeric_options, mtp=False)
-    faulty = faulty.to_empty(device=device).eval()
+    faulty = faulty.allocate(device).eval()
     with torch.no_grad():
         for target, source in zip(faulty.destinations(), model.destinations(), strict=True):
             changed = fault.weights(source.name, source.tensor)

@@ -215,7 +215,7 @@ def run_script(body: str, folder: Path, **environment: str) -> str:
         **os.environ,
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",
-        "NUMBA_CACHE_DIR": "",
+        "BIRKHOFF_CACHE": str(folder / "cache"),
         **environment,
     }
     process = subprocess.run(
@@ -264,6 +264,16 @@ def main():
 """
 
 
+def test_a_second_installation_of_the_same_version_compiles_nothing(tmp_path):
+    """Code is keyed by the text of the kernels, so reinstalling or another environment does not compile again."""
+    shared = {"BIRKHOFF_CACHE": str(tmp_path / "shared")}
+    (tmp_path / "second").mkdir()
+    first = run_script(NORMALISE, tmp_path, **shared)
+    cached = {file: file.stat().st_mtime_ns for file in (tmp_path / "shared").rglob("*.nbc")}
+    assert cached and run_script(NORMALISE, tmp_path / "second", **shared) == first
+    assert cached == {file: file.stat().st_mtime_ns for file in (tmp_path / "shared").rglob("*.nbc")}
+
+
 def test_code_that_calls_changed_code_is_recompiled(tmp_path):
     """Numba checks only the file of the caller, so it would reuse code compiled before an upgrade of the callee."""
     run = "from birkhoff.kernels.probe import main\nmain()\n"
@@ -287,7 +297,7 @@ def test_without_a_writable_cache_code_is_compiled_every_time(tmp_path):
     )
     for folder in [kernels, *(path for path in kernels.iterdir() if path.is_dir())]:
         (folder / "__pycache__").touch()
-    environment = {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"BIRKHOFF_CACHE": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}
     printed = run_script(NORMALISE, tmp_path, **environment)
     assert printed.startswith("cpu") and parse_numbers(printed) == pytest.approx(
         [0.8485281, 1.1313708], abs=1e-6

@@ -27,7 +27,7 @@ def offloaded_model(
     resident = some_resident(len(stacks), source.config.n_routed_experts, share)
     store = ExpertStore(PackedExpertLayout.of(source.config), resident, DEVICE, spare, copy_stream)
     model.use_expert_store(store)
-    model = model.to_empty(device=DEVICE).eval()
+    model = model.allocate(DEVICE).eval()
     with torch.no_grad():
         for target, original in zip(model.destinations(), source.destinations(), strict=True):
             assert target.name == original.name

@@ -18,6 +18,7 @@ import torch
 
 from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import OptionError
+from birkhoff.kernels.cache_folder import cache_folder
 
 
 def find_nvrtc() -> ctypes.CDLL | None:
@@ -40,14 +41,6 @@ def find_nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `$BIRKHOFF_CACHE`, else `birkhoff` in the user's cache folder."""
-    named = os.environ.get("BIRKHOFF_CACHE")
-    return (
-        Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "birkhoff") / "cubin"
-    )
-
-
 def cached_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
     """`compile_cubin`, kept on disk under a key of the sources, the compiler's version and the device's capability.
 
@@ -58,7 +51,7 @@ def cached_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) ->
     key = hashlib.sha256(repr((major.value, minor.value, capability, path.name)).encode())
     for source in sources:
         key.update(source.read_bytes())
-    file = cache_folder() / f"{path.stem}-{key.hexdigest()[:32]}.cubin"
+    file = cache_folder("cubin") / f"{path.stem}-{key.hexdigest()[:32]}.cubin"
     try:
         return file.read_bytes()
     except OSError:

@@ -47,6 +47,9 @@ responses.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def quoted(value: object, limit: int = 80) -> str:
     """Return the repr of a caller's value for a message, truncated to `limit` characters."""
@@ -57,6 +60,12 @@ def quoted(value: object, limit: int = 80) -> str:
     except ValueError:  # Python does not format integers of more than 4300 digits
         text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """Return ` Did you mean 'name'?` with the name nearest to a caller's value, or nothing if none is near."""
+    close = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class BirkhoffError(Exception):

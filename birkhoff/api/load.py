@@ -352,10 +352,10 @@ def _report(
         print(f"birkhoff: {notice}", file=sys.stderr)
     prefix = f"of {cache.pages} pages" if cache.prefix_bytes else "off"
     experts = "" if placed is None else f"; {placed.budget}"
+    requests = "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
     print(
         f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
-        f"{run.numerics.kernels.name} kernels; {options.max_requests} request{'s' * (options.max_requests != 1)} of up to "
-        f"{cache.context} tokens, "
+        f"{run.numerics.kernels.name} kernels; {requests} of up to {cache.context} tokens, "
         f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
         file=sys.stderr,
     )

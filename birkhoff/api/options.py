@@ -9,7 +9,6 @@ This module does not import PyTorch, so that the command line can list the optio
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any, TypedDict, TypeVar
 
 from birkhoff.byte_size import parse_bytes
 from birkhoff.engine.sampling_params import option
-from birkhoff.errors import OptionError, quoted
+from birkhoff.errors import OptionError, did_you_mean, quoted
 from birkhoff.option_checks import check_bool, check_choice, check_int
 
 DRAFT_DEPTHS = (1, 2, 3)
@@ -151,8 +150,7 @@ class EngineOptions:
         names = [each.name for each in fields(cls)]
         for name in keywords:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(name, names)
                 raise TypeError(f"load() got an unexpected keyword argument {name!r}.{hint}")
         return cls(**keywords) if base is None else replace(base, **keywords)
 

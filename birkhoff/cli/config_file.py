@@ -7,12 +7,11 @@ ignored.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, did_you_mean
 
 
 def read_defaults(file: Path, group: Any) -> dict[str, Any]:
@@ -62,6 +61,5 @@ def _option_names(command: Any) -> set[str]:
 
 def _check_key(key: str, known: set[str], problem: str) -> None:
     if key not in known:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(key, known)
         raise OptionError(f"{problem}, expected one of {', '.join(sorted(known))}.{hint}")

@@ -12,18 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.errors import SteeringError, quoted
+from birkhoff.errors import SteeringError, did_you_mean, quoted
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+
+
+def _complete_steer(incomplete: str) -> list[str]:
+    """Names of nano's vectors for the shell's completion; other models bring files, which the shell completes."""
+    from birkhoff.embedded import shipped_vectors
+
+    return [name for name in shipped_vectors("nano") if name.startswith(incomplete)]
+
 
 Steer = Annotated[
     str | None,
     typer.Option(
         "--steer",
-        help="Edit activations: '+2.0 spooky @ mhc_streams_pre_attn[3] stream=1'; join several with ';'. "
+        help="Edit activations: spooky, or '+2.0 spooky @ mhc_streams_pre_attn[3] stream=1'; join several with ';'. "
         "The name is a module or a vector file.",
         metavar="LINE",
+        autocompletion=_complete_steer,
         show_default=False,
     ),
 ]
@@ -52,7 +61,8 @@ def load_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
         else:
             known = ", ".join(sorted(engine.modules)) or "none"
             raise SteeringError(
-                f"--steer names {quoted(name)}, which is neither a module ({known}) nor a file. "
+                f"--steer names {quoted(name)}, which is neither a module ({known}) nor a file."
+                f"{did_you_mean(name, engine.modules)} "
                 "Make a vector: birkhoff vectors contrast"
             )
     return resolved

@@ -26,14 +26,26 @@ from birkhoff.cli.serve import serve
 from birkhoff.cli.synth import synth
 from birkhoff.cli.validate import validate
 from birkhoff.cli.vectors import app as vectors
+from birkhoff.errors import did_you_mean
 
 
 class CommandGroup(TyperGroup):
-    """Typer group that lists the available commands when an unknown one is given."""
+    """Typer group that lists the commands when an unknown one is given and takes `--config` anywhere in the line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = args[: args.index("--")] if "--" in args else args
+        for index, text in enumerate(options):
+            if text == "--config" and index + 1 < len(options):
+                args = [*args[index : index + 2], *args[:index], *args[index + 2 :]]
+            elif text.startswith("--config="):
+                args = [text, *args[:index], *args[index + 1 :]]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"there is no {args[0]!r}. There is: {', '.join(sorted(self.list_commands(ctx)))}.")
+            verbs = sorted(self.list_commands(ctx))
+            ctx.fail(f"there is no {args[0]!r}.{did_you_mean(args[0], verbs)} There is: {', '.join(verbs)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -41,7 +53,6 @@ app = typer.Typer(
     name="birkhoff",
     cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -70,7 +81,9 @@ def common(
     config: Annotated[
         Path | None,
         typer.Option(
-            envvar="BIRKHOFF_CONFIG", help="TOML file with defaults for options.", show_default=False
+            envvar="BIRKHOFF_CONFIG",
+            help="TOML file with defaults for options; may also stand behind the verb.",
+            show_default=False,
         ),
     ] = None,
     version: Annotated[

@@ -9,12 +9,11 @@ The defaults are those of the released model: temperature 1, no truncation. `tem
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypedDict
 
-from birkhoff.errors import OptionError, TokenError, quoted
+from birkhoff.errors import OptionError, TokenError, did_you_mean, quoted
 from birkhoff.option_checks import as_int, check_bool, check_float, check_int
 
 DEFAULT_MAX_TOKENS = 512
@@ -125,10 +124,9 @@ class SamplingParams:
         names = [each.name for each in fields(cls)]
         for name in options:
             if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise OptionError(
-                    f"{quoted(name)} is not a sampling option, expected {', '.join(names)}.{hint}"
+                    f"{quoted(name)} is not a sampling option, expected {', '.join(names)}."
+                    + did_you_mean(name, names)
                 )
         given = {name: value for name, value in options.items() if value is not None}
         return cls(**given) if base is None else cls(**(asdict(base) | given))

@@ -8,11 +8,10 @@ table is unknown, never guessed. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.errors import OptionError, SiteError, did_you_mean, quoted
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.sites import BY_NAME, SITES
 from birkhoff.option_checks import as_int
@@ -76,8 +75,7 @@ def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
             "mhc_streams_pre_mlp, mhc_streams_pre_attn of the next layer (also called mhc_streams_post_mlp of this "
             f"one), or mhc_streams_final after the last. This model has: {', '.join(sorted(schema))}."
         )
-    near = difflib.get_close_matches(hook, [*schema, *(ALIASES if streams else ())], 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from birkhoff.errors import CapacityError, SaeBusy, SaeError, SiteError, quoted
+from birkhoff.errors import CapacityError, SaeBusy, SaeError, SiteError, did_you_mean, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import framed
 from birkhoff.hooks.plan import Key
@@ -128,7 +128,8 @@ class SaeRegistry:
         if name not in self._modules:
             known = ", ".join(sorted(self._modules)) or "none"
             raise SaeError(
-                f"there is no module named {quoted(name)}; attached: {known}. "
+                f"there is no module named {quoted(name)}; attached: {known}."
+                f"{did_you_mean(name, self._modules)} "
                 "Attach it first: engine.attach(name, sae)."
             )
         return self._modules[name]

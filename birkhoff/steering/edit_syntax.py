@@ -1,12 +1,12 @@
 """Steering in one line, for the command line:
 
-    +2.0 calm @ mhc_streams_pre_attn[4] stream=1; -0.5 refusal @ mlp_out[4,6..8] op=project phase=decode
+    +2.0 spooky @ mhc_streams_pre_attn[4] stream=1; -0.5 happy @ mlp_out[4,6..8] op=project phase=decode
 
-`STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. `@ HOOK[LAYERS]` may be omitted if the vector
-has a hook and layers. LAYERS are numbers, ranges with both ends (`4..8`) or `*`; negative ones count from the end.
-Keys: `stream` (numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the scale; for a clamp it is the
-value of the component. A name with characters other than letters, digits and `._/~+-` is a JSON string in double
-quotes.
+`STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. STRENGTH may be omitted and is then 1; the site
+after `@` may be omitted if the vector has a hook and layers. LAYERS are numbers, ranges with both ends (`4..8`) or `*`;
+negative ones count from the end. Keys: `stream` (numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the
+scale; for a clamp it is the value of the component. A name with characters other than letters, digits and `._/~+-` is
+a JSON string in double quotes.
 
 `parse_line` parses edits and `print_line` prints them in a canonical form; each is the inverse of the other. Errors
 show the line with a caret under the character where parsing failed."""
@@ -93,12 +93,7 @@ class _EditReader:
 
 
 def _edit(reader: _EditReader) -> VectorEdit:
-    start = reader.index
-    strength = float(reader.match(_NUMBER, "a strength such as +2.0", skip=False))
-    if not math.isfinite(strength):
-        reader.fail("this strength is beyond every number", start)
-    if not reader.blank():
-        reader.fail("expected a blank between the strength and the name")
+    strength = _strength(reader)
     name = _name(reader)
     hook, layers = (None, None) if not reader.take("@") else _site(reader)
     fields: dict[str, Any] = {}
@@ -115,9 +110,22 @@ def _edit(reader: _EditReader) -> VectorEdit:
     return _build(strength, name, hook, layers, fields)
 
 
+def _strength(reader: _EditReader) -> float:
+    start = reader.index
+    number = _NUMBER.match(reader.line, start)
+    if number is None:
+        return 1.0
+    strength = float(reader.match(_NUMBER, "a number", skip=False))
+    if not math.isfinite(strength):
+        reader.fail("this strength is beyond every number", start)
+    if not reader.blank():
+        reader.fail("expected a blank between the strength and the name")
+    return strength
+
+
 def _name(reader: _EditReader) -> str:
     if not reader.line.startswith('"', reader.index):
-        return reader.match(_NAME, "the name of a vector")
+        return reader.match(_NAME, "the name of a vector, or a strength and a name such as +2.0 spooky")
     start = reader.index
     text = reader.match(_QUOTED, "a closing quote after this one")
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from birkhoff.errors import SteeringError, quoted
+from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
 from birkhoff.steering.position_rows import PositionRows
@@ -110,7 +110,8 @@ def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
         raise SteeringError(f"is {quoted(name)}, expected the name of a module.", path)
     if name not in modules:
         known = ", ".join(sorted(modules)) or "none"
-        raise SteeringError(f"there is no module named {quoted(name)}; registered: {known}.", path)
+        hint = did_you_mean(name, modules)
+        raise SteeringError(f"there is no module named {quoted(name)}; registered: {known}.{hint}", path)
     op = getattr(modules[name], "op", "add")
     if op == "clamp":
         raise SteeringError(

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from birkhoff.errors import SteeringError, quoted
+from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
@@ -177,7 +177,8 @@ class VectorEdit:
         if self.vector not in modules:
             known = ", ".join(sorted(modules)) or "none"
             raise SteeringError(
-                f"there is no module named {quoted(self.vector)}; registered: {known}. "
+                f"there is no module named {quoted(self.vector)}; registered: {known}."
+                f"{did_you_mean(self.vector, modules)} "
                 "Register it first: engine.modules[name] = vector."
             )
         return replace(self, vector=modules[self.vector])

@@ -12,13 +12,12 @@ Errors name the field path. Nothing is dropped silently: an unknown field is an 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birkhoff.errors import ChatError, PromptError, quoted
+from birkhoff.errors import ChatError, PromptError, did_you_mean, quoted
 from birkhoff.text.markers import TASKS
 from birkhoff.text.tokenizer import check_text
 
@@ -92,14 +91,14 @@ def _read_message(message: object, path: str) -> Turn:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise ChatError(
-            f"{path}.role is {quoted(role)}, expected one of {', '.join(_ROLES)}.{_nearest(role, _ROLES)}"
+            f"{path}.role is {quoted(role)}, expected one of {', '.join(_ROLES)}.{did_you_mean(role, _ROLES)}"
         )
     allowed = _ROLES[role]
     for key, value in message.items():
         if key not in allowed and key not in _IGNORED and value is not None:
             raise ChatError(
                 f"{path}.{quoted(key)[1:-1]} is not a field of a {role} message, expected {', '.join(allowed)}."
-                f"{_nearest(key, allowed)} Remove it or move it."
+                f"{did_you_mean(key, allowed)} Remove it or move it."
             )
     content = message.get("content")
     if role == "tool":
@@ -277,7 +276,7 @@ def _json_or_none(value: object, path: str) -> str | None:
 def _task(value: object, path: str) -> str | None:
     if value is not None and (not isinstance(value, str) or value not in TASKS):
         raise ChatError(
-            f"{path} is {quoted(value)}, expected one of {', '.join(TASKS)}.{_nearest(value, TASKS)}"
+            f"{path} is {quoted(value)}, expected one of {', '.join(TASKS)}.{did_you_mean(value, TASKS)}"
         )
     return value
 
@@ -306,8 +305,3 @@ def _text(value: object, path: str) -> str:
     except PromptError as error:
         raise ChatError(f"{path}: {error}") from None
     return value
-
-
-def _nearest(value: object, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(value, list(names), n=1) if isinstance(value, str) else []
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from birkhoff import __version__
+from birkhoff.cli.main import run
 from birkhoff.cli.verbs import app
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 
@@ -48,7 +49,9 @@ def test_version():
     ("arguments", "words"),
     [
         ([], ["Usage"]),
-        (["sevre"], ["no 'sevre'", ", ".join(sorted(VERBS))]),
+        (["sevre"], ["no 'sevre'", "Did you mean 'serve'?", ", ".join(sorted(VERBS))]),
+        (["vectors", "serch"], ["Did you mean 'search'?"]),
+        (["generate", "hi", "--temprature", "0"], ["--temprature", "--temperature"]),
         (["generate"], ["prompt"]),
         (["generate", "hi", "--colour"], ["--colour"]),
         (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
@@ -114,3 +117,59 @@ def test_a_closed_pipe_prints_no_error(tiny):
     process.stderr.close()
     assert process.wait(120) == 1
     assert no_trace_of_python(stderr) and b"Broken" not in stderr
+
+
+def complete(line: str, folder) -> list[str]:
+    """What bash offers after TAB at the end of `line`, with the script that `birkhoff --show-completion` prints."""
+    program = folder / "birkhoff"
+    if not program.exists():
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m birkhoff "$@"\n')
+        program.chmod(0o755)
+    words = line.split(" ")
+    script = f"""
+eval "$(birkhoff --show-completion)"
+COMP_WORDS=({" ".join(map(repr, words))}); COMP_CWORD={len(words) - 1}
+_birkhoff_completion birkhoff
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    path = f"{folder}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=clean_environment(PATH=path), timeout=120
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_bash_completes_verbs_options_and_vectors(tmp_path):
+    assert complete("birkhoff ge", tmp_path) == ["generate"]
+    assert complete("birkhoff vectors co", tmp_path) == ["contrast"]
+    assert complete("birkhoff generate --temp", tmp_path) == ["--temperature"]
+    assert complete("birkhoff generate --steer sp", tmp_path) == ["spooky"]
+
+
+@pytest.mark.parametrize("config", [["--config", "settings.toml"], ["--config=settings.toml"]])
+def test_config_may_stand_anywhere(tmp_path, monkeypatch, capfd, config):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.toml").write_text('[synth]\nlike = "tiny"\ndry_run = true\njson = true\n')
+    for line in ([*config, "synth", "out"], ["synth", *config, "out"], ["synth", "out", *config]):
+        assert run(line) == 0, line
+        assert "tiny" in capfd.readouterr().out
+    assert run(["synth", "out", "--config"]) == 2
+    assert "--config" in capfd.readouterr().err
+    assert run(["synth", "--dry-run", "--like", "tiny", "--", "--config"]) == 0  # behind -- it is an argument
+
+
+def test_the_first_token_waits_for_no_avoidable_import_and_no_second_compilation():
+    code = (
+        "import sys; from birkhoff.cli.main import run\n"
+        "assert run(['generate', 'x', '--max-tokens', '1']) == 0\n"
+        "heavy = {'sympy', 'torch._dynamo', 'torch._inductor', 'transformers', 'fastapi', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment()
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]" and "compil" not in done.stderr
+    assert "; 1 request of up to" in done.stderr

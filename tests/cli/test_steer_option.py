@@ -69,6 +69,7 @@ def test_a_syntax_error_is_shown_with_a_caret_before_a_model_is_loaded(capfd):
     ("line", "words"),
     [
         ("+1 nobody", "neither a module"),
+        ("nobody", "neither a module"),
         ("+1 gone.safetensors", "missing"),
         ("+1 {file} @ mlp_in[1,99]", "99"),
     ],
@@ -77,3 +78,14 @@ def test_unknown_names_files_and_layers_are_refused(tiny, file, capfd, line, wor
     assert run(["generate", "hello", "--model", tiny, *SAME, "--steer", line.format(file=file)]) in (1, 2)
     captured = capfd.readouterr()
     assert words in captured.err and not captured.out
+
+
+def test_a_name_alone_steers_with_strength_one_and_a_misspelt_name_is_corrected(capfd):
+    ask = ["generate", "Once upon a time", *SAME, "--json"]
+    assert run([*ask, "--steer", "spooky"]) == 0
+    alone = json.loads(capfd.readouterr().out)
+    assert run([*ask, "--steer", "+1.0 spooky"]) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == alone["token_ids"]
+    assert alone["interp"]["rows_steered"] > 0
+    assert run([*ask, "--steer", "spooki"]) == 1
+    assert "Did you mean 'spooky'?" in capfd.readouterr().err

@@ -95,8 +95,8 @@ def test_post_mlp_on_v4_is_refused_with_alternatives(hook):
 
 def test_errors_for_unknown_hooks_suggest_the_nearest_and_list_all():
     why = refusal("mlp_uot", V4)
-    assert "Did you mean mlp_out?" in why and why.endswith(f"It has: {', '.join(sorted(V4))}.")
-    assert "Did you mean mhc_streams_post_mlp?" in refusal("mhc_stream_post_mlp", V4)
+    assert "Did you mean 'mlp_out'?" in why and why.endswith(f"It has: {', '.join(sorted(V4))}.")
+    assert "Did you mean 'mhc_streams_post_mlp'?" in refusal("mhc_stream_post_mlp", V4)
     assert "Did you mean" not in refusal("zzz", V4)
     for hook in ("mhc_streams_pre_attn", "mhc_streams_post_mlp", "mlp_in", "final_hidden"):
         assert refusal(hook, PLAIN).endswith("It has: post_attn, post_mlp, pre_attn.")

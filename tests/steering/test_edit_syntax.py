@@ -119,8 +119,8 @@ def test_any_text_parses_or_raises_with_a_position_in_the_line(line):
 @pytest.mark.parametrize(
     ("line", "position", "words"),
     [
-        ("", 0, "a strength"),
-        ("calm", 0, "a strength"),
+        ("", 0, "the name of a vector"),
+        ("calm mood", 5, "'mood' is no key"),
         ("+2.0", 4, "blank"),
         ("+2.0calm", 4, "blank"),
         ("1e999 calm", 0, "beyond every number"),
@@ -141,7 +141,7 @@ def test_any_text_parses_or_raises_with_a_position_in_the_line(line):
         ("+2.0 calm @ mlp_out[4] path=both path=read", 33, "given twice"),
         ("+2.0 calm @ mlp_out[4] stream=-1", 30, "from 0"),
         ("+2.0 calm @ mlp_out[4] stream=one", 30, "stream numbers"),
-        ("+2.0 calm @ mlp_out[4]; ; +1 b", 24, "a strength"),
+        ("+2.0 calm @ mlp_out[4]; ; +1 b", 24, "the name of a vector"),
         ("+2.0 calm @ mlp_out[4] , +1 b", 23, "';' or one of"),
     ],
 )

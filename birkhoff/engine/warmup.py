@@ -48,7 +48,7 @@ def compile_kernels(on_compile: Callable[[], None] = lambda: None) -> None:
     """Load all CPU kernels from the cache or compile them; `on_compile` is called before the first is compiled."""
     from numba.core import event
 
-    class Announce(event.Listener):  # type: ignore[misc]
+    class Announce(event.Listener):
         started = False
 
         def on_start(self, event: object) -> None:

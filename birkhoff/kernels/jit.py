@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     import numba
 
-    dispatcher = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")(function)
+    dispatcher: Any = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")(function)
     folder = compiled_code_folder()
     if folder is not None:
         dispatcher._cache = _function_cache(folder)(function)  # what njit(cache=True) does, with our folder
@@ -90,7 +90,7 @@ def _function_cache(folder: Path) -> Any:
             return str(self._line)
 
     class KernelCacheFiles(CompileResultCacheImpl):
-        _locator_classes = (KernelLocator,)
+        _locator_classes: list[type[object]] = [KernelLocator]  # noqa: RUF012
 
     class KernelCache(FunctionCache):
         _impl_class = KernelCacheFiles

@@ -75,7 +75,12 @@ class Transformer(nn.Module):
         """Give a model built on the meta device uninitialised memory on `device`; returns the model.
 
         Unlike `Module.to_empty` it does not import PyTorch's symbolic shapes, which takes a third of a second."""
-        return self._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        self._apply(empty)  # type: ignore[no-untyped-call]
+        return self
 
     def fuse(self) -> Transformer:
         """Run linear layers with a common input as one product, once weights are filled; returns the model.

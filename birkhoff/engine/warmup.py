@@ -14,6 +14,7 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels.jit import compilation_noticed
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.linear import Numerics
@@ -46,21 +47,8 @@ MICRO = V4Config(
 
 def compile_kernels(on_compile: Callable[[], None] = lambda: None) -> None:
     """Load all CPU kernels from the cache or compile them; `on_compile` is called before the first is compiled."""
-    from numba.core import event
-
-    class Announce(event.Listener):
-        started = False
-
-        def on_start(self, event: object) -> None:
-            if not self.started:
-                self.started = True
-                on_compile()
-
-        def on_end(self, event: object) -> None:
-            pass
-
     model = Transformer(MICRO, Numerics(kernels=select("cpu")))
-    with torch.inference_mode(), event.install_listener("numba:compile", Announce()):
+    with torch.inference_mode(), compilation_noticed(on_compile):
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
         install_cpu_decode(model)

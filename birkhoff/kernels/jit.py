@@ -17,7 +17,8 @@ import importlib.util
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,26 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if folder is not None:
         dispatcher._cache = _function_cache(folder)(function)  # what njit(cache=True) does, with our folder
     return dispatcher
+
+
+@contextmanager
+def compilation_noticed(on_compile: Callable[[], None]) -> Iterator[None]:
+    """Call `on_compile` before the first function that is compiled, not loaded, inside the block."""
+    from numba.core import event
+
+    class FirstCompilation(event.Listener):
+        noticed = False
+
+        def on_start(self, event: object) -> None:
+            if not self.noticed:
+                self.noticed = True
+                on_compile()
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    with event.install_listener("numba:compile", FirstCompilation()):
+        yield
 
 
 @cache

@@ -29,6 +29,7 @@ _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _WEIGHT_SUFFIXES = tuple(
     ".safetensors .bin .pt .pth .gguf .ggml .h5 .msgpack .onnx .onnx_data .ckpt .npz .npy .ot .tflite .mlmodel".split()
 )
+_GGUF_PART = re.compile(r"(.+?)(?:-\d{5}-of-(\d{5}))?\.gguf")
 _MAX_SIDE_FILE = 64 * 2**20  # a larger file beside the weights is taken only if it is asked for
 _DISK_RESERVE = 2**28  # left free after a download
 _WORKERS = 4
@@ -260,7 +261,7 @@ def select_files(repo: RemoteRepo, include: Sequence[str] = (), exclude: Sequenc
     inside = repo.where.inside
     if include or inside:
         prefix = f"{inside}/" if inside else ""
-        patterns = [prefix + pattern for pattern in include] or [inside, f"{inside}/*"]
+        patterns = [prefix + pattern for pattern in include] or _inside_patterns(inside)
         chosen = [
             file for file in repo.files if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
         ]
@@ -277,6 +278,15 @@ def select_files(repo: RemoteRepo, include: Sequence[str] = (), exclude: Sequenc
             "--include 'PATTERN', or org/name/path."
         )
     return chosen
+
+
+def _inside_patterns(inside: str) -> list[str]:
+    """Patterns of a file or folder; of a GGUF file also its other parts and its MTP block."""
+    gguf = _GGUF_PART.fullmatch(inside)
+    if gguf is None:
+        return [inside, f"{inside}/*"]
+    parts = [f"{gguf[1]}-?????-of-{gguf[2]}.gguf"] if gguf[2] else [inside]
+    return [*parts, f"{gguf[1]}-mtp.gguf"]
 
 
 def _model_files(repo: RemoteRepo) -> list[str]:

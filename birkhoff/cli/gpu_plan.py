@@ -1,13 +1,18 @@
-"""The memory and speed plan printed by `inspect --gpu`."""
+"""The memory and speed plan printed by `inspect --gpu` and `pull`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import V4Config
 from birkhoff.errors import CapacityError
+
+if TYPE_CHECKING:
+    from birkhoff.weights.inspect import Inspection
+    from birkhoff.weights.memory_size import MemoryEstimate
 
 RELEASES = ("flash", "pro")
 
@@ -43,6 +48,47 @@ def plan_or_refusal(
         )
     except CapacityError as error:
         return {"refused": str(error)}
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What fits a device: an estimate for each form of the weights, and a forecast for the released formats."""
+
+    memory: dict[str, MemoryEstimate]
+    forecast: dict[str, Any] | None
+
+    @property
+    def refused(self) -> bool:
+        return self.forecast is not None and "refused" in self.forecast
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = {form: estimate.to_dict() for form, estimate in self.memory.items()}
+        return ({"memory": memory} if memory else {}) | ({"gpu": self.forecast} if self.forecast else {})
+
+    def lines(self) -> list[str]:
+        lines = [
+            _memory_line(form, estimate)
+            for form, estimate in self.memory.items()
+            if self.forecast is None or form != "stored"
+        ]
+        return lines + (plan_lines(self.forecast) if self.forecast is not None else [])
+
+
+def device_plan(
+    report: Inspection,
+    device_bytes: int | None,
+    context: int | None,
+    requests: int,
+    speeds: tuple[float, float],
+) -> DevicePlan:
+    """Plan an inspected checkpoint for a device with this much memory; an empty plan without a device."""
+    if device_bytes is None:
+        return DevicePlan({}, None)
+    released = report.released_config
+    forecast = None
+    if released is not None:
+        forecast = plan_or_refusal(released, device_bytes, context, requests, speeds)
+    return DevicePlan(report.memory(device_bytes, context, requests), forecast)
 
 
 def plan_lines(forecast: dict[str, Any]) -> list[str]:
@@ -87,3 +133,18 @@ def plan_lines(forecast: dict[str, Any]) -> list[str]:
             f"            {100 * limit['misses']:5.1f} % of reads over the bus ({assumption}): {speed} tokens/s"
         )
     return lines
+
+
+def _memory_line(form: str, plan: MemoryEstimate) -> str:
+    fixed = (
+        f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, "
+        f"working {format_bytes(plan.working_bytes)}"
+    )
+    target = f"memory      {form} on {format_bytes(plan.device_bytes)}"
+    if not plan.fits:
+        return f"{target}: does not fit even without experts ({fixed})"
+    share = 100 * plan.experts_resident / max(plan.experts, 1)
+    return (
+        f"{target}: {fixed}; {plan.experts_resident} of {plan.experts} experts "
+        f"({share:.0f} %) fit in addition, {format_bytes(plan.left_bytes)} left"
+    )

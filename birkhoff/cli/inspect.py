@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from birkhoff.weights.inspect import Inspection
-    from birkhoff.weights.memory_size import MemoryEstimate
 
 _CLASS_TEXT = {
     "experts": "routed experts",
@@ -65,7 +64,7 @@ def inspect(
     from rich.console import Console
 
     from birkhoff.byte_size import parse_bytes
-    from birkhoff.cli.gpu_plan import find_config, plan_lines, plan_or_refusal
+    from birkhoff.cli.gpu_plan import device_plan, find_config, plan_lines, plan_or_refusal
     from birkhoff.weights.inspect import inspect_checkpoint
     from birkhoff.weights.locate import locate
 
@@ -82,35 +81,27 @@ def inspect(
             raise OptionError(
                 f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB"
             )
-        plan = plan_or_refusal(config, device_bytes, context, requests, speeds)
-        typer.echo(json_module.dumps(plan)) if json else console.print("\n".join(plan_lines(plan)))
-        if "refused" in plan:
+        forecast = plan_or_refusal(config, device_bytes, context, requests, speeds)
+        typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(plan_lines(forecast)))
+        if "refused" in forecast:
             raise typer.Exit(1)
         return
     report = inspect_checkpoint(locate(model))
-    plans = report.memory(device_bytes, context, requests) if device_bytes is not None else {}
-    gpu = None
-    if device_bytes is not None and (released := report.released_config) is not None:
-        gpu = plan_or_refusal(released, device_bytes, context, requests, speeds)
+    plan = device_plan(report, device_bytes, context, requests, speeds)
     if json:
-        extra: dict[str, Any] = {}
-        if plans:
-            extra["memory"] = {form: memory.to_dict() for form, memory in plans.items()}
-        if gpu is not None:
-            extra["gpu"] = gpu
-        typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
+        typer.echo(
+            json_module.dumps({**json_module.loads(report.to_json()), **plan.to_dict()}, ensure_ascii=False)
+        )
     else:
-        _print(report, console)
-        for form, memory in plans.items():
-            if gpu is None or form != "stored":
-                console.print(_memory_line(form, memory))
-        if gpu is not None:
-            console.print("\n".join(plan_lines(gpu)))
-    if report.problems or (gpu is not None and "refused" in gpu):
+        print_report(report, console)
+        for line in plan.lines():
+            console.print(line)
+    if report.problems or plan.refused:
         raise typer.Exit(1)
 
 
-def _print(report: Inspection, console: Console) -> None:
+def print_report(report: Inspection, console: Console) -> None:
+    """Print what a checkpoint holds, what fits where, and its problems."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -154,21 +145,6 @@ def _print(report: Inspection, console: Console) -> None:
         console.print(f"[red]{problem['code']}[/]  {escape(problem['message'])}")
     if not report.problems:
         console.print("[green]no problems found[/]")
-
-
-def _memory_line(form: str, plan: MemoryEstimate) -> str:
-    fixed = (
-        f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, "
-        f"working {format_bytes(plan.working_bytes)}"
-    )
-    target = f"memory      {form} on {format_bytes(plan.device_bytes)}"
-    if not plan.fits:
-        return f"{target}: does not fit even without experts ({fixed})"
-    share = 100 * plan.experts_resident / max(plan.experts, 1)
-    return (
-        f"{target}: {fixed}; {plan.experts_resident} of {plan.experts} experts "
-        f"({share:.0f} %) fit in addition, {format_bytes(plan.left_bytes)} left"
-    )
 
 
 def _count(number: int) -> str:

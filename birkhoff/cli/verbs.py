@@ -21,6 +21,7 @@ from birkhoff.cli.config_file import read_defaults
 from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
+from birkhoff.cli.pull import pull
 from birkhoff.cli.sae import app as sae
 from birkhoff.cli.serve import serve
 from birkhoff.cli.synth import synth
@@ -63,6 +64,7 @@ app.command()(capture)
 app.command()(convert)
 app.command()(validate)
 app.command()(inspect)
+app.command()(pull)
 app.command()(synth)
 app.add_typer(bench, name="bench")
 app.add_typer(vectors, name="vectors")

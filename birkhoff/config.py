@@ -8,13 +8,13 @@ is refused.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from birkhoff.errors import ConfigError, UnsupportedModel
+from birkhoff.small_file import read_json
 
 LayerKind = Literal["swa", "csa", "hca"]
 KIND_OF_RATIO: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
@@ -116,14 +116,15 @@ class V4Config:
         """Read a config.json."""
         path = Path(path)
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path)
         except FileNotFoundError:
             raise ConfigError(
                 f"{path.name} is missing in {path.parent}. A checkpoint is a directory with config.json "
                 "and safetensors files; check the path."
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path.name} cannot be read as JSON ({error}). Download it again.") from None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path.name} cannot be read as JSON ({reason}). Download it again.") from None
         return cls.from_dict(raw)
 
     @classmethod

@@ -14,7 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory hf_hub",
+    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory "
+    "hf_hub json_limits small_file",
     "offload",
     "model mhc",
     "decode",
@@ -26,7 +27,16 @@ FLOORS = [
     "server web convert validate",
     "cli",
 ]
-SHARED = {"config", "errors", "byte_size", "atomic_file", "option_checks", "dtype_names"}
+SHARED = {
+    "config",
+    "errors",
+    "byte_size",
+    "atomic_file",
+    "option_checks",
+    "dtype_names",
+    "json_limits",
+    "small_file",
+}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {
     "torch",

@@ -20,6 +20,7 @@ import torch
 from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import CaptureSettings
 from birkhoff.model.transformer import Transformer
+from birkhoff.small_file import MANIFEST_BYTES, read_json
 
 NAME = "harvest.json"
 VERSION = 1
@@ -51,7 +52,7 @@ def read(root: Path) -> dict[str, Any] | None:
     """Return the manifest, or None for a missing or empty directory. Other content is a `CaptureSettings` error."""
     path = root / NAME
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = read_json(path, MANIFEST_BYTES)
         if not isinstance(manifest["settings"], dict) or manifest["version"] != VERSION:
             raise ValueError(f"version {manifest['version']}")
     except (FileNotFoundError, NotADirectoryError):

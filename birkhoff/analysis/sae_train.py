@@ -24,6 +24,7 @@ from birkhoff.errors import SaeError, SaeFileError
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.evaluate import Quality, quality
 from birkhoff.sae.train import StepReport, Trainer, TrainOptions
+from birkhoff.small_file import read_json
 
 STATE, SETTINGS = "training.safetensors", "training.json"
 FINISH_BATCHES = 16  # batches for the threshold, the largest activations and the quality
@@ -103,7 +104,7 @@ def _repeat(source: RowSource) -> Iterator[torch.Tensor]:
 def _restore(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trainer | None:
     """Return the trainer of an interrupted run in `out`, or None."""
     try:
-        saved = json.loads((out / SETTINGS).read_bytes())
+        saved = read_json(out / SETTINGS)
         state = load_file(out / STATE)
     except FileNotFoundError:
         return None

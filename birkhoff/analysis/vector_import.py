@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from birkhoff.errors import SteeringError, VectorFileError
+from birkhoff.small_file import VECTOR_BYTES, check_regular, read_bytes, read_json
 from birkhoff.steering import importers
 from birkhoff.steering.vector_file import REQUIRED, SteeringVector
 from birkhoff.weights.gguf import read_header
@@ -53,7 +53,9 @@ def import_vectors(
         if path.suffix == ".f32":
             if width is None:
                 raise SteeringError("a raw file does not say how wide its rows are. State width.")
-            return {path.stem: importers.from_raw(path.read_bytes(), width, op, hook, **metadata)}
+            return {
+                path.stem: importers.from_raw(read_bytes(path, VECTOR_BYTES), width, op, hook, **metadata)
+            }
         if path.suffix == ".safetensors":
             content = _safetensors(path)
             if isinstance(content, SteeringVector):
@@ -62,14 +64,16 @@ def import_vectors(
         return {path.stem: importers.from_tensors(_torch_file(path), op, hook, layer, **metadata)}
     except VectorFileError:
         raise
+    except OSError as error:
+        raise VectorFileError(f"{path} cannot be read ({error.strerror}).") from None
     except SteeringError as error:
         raise VectorFileError(f"{path}: {error}") from None
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        return read_json(path, VECTOR_BYTES)
+    except (OSError, ValueError, RecursionError) as error:
         raise VectorFileError(f"{path} is not JSON ({error}).") from None
 
 
@@ -84,6 +88,7 @@ def _gguf_tensor(tensor: Any) -> torch.Tensor:
 
 def _safetensors(path: Path) -> SteeringVector | dict[str, torch.Tensor]:
     try:
+        check_regular(path, VECTOR_BYTES)
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

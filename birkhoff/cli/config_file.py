@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.errors import OptionError, did_you_mean
+from birkhoff.small_file import CONFIG_BYTES, read_text
 
 
 def read_defaults(file: Path, group: Any) -> dict[str, Any]:
     """Read the file and return the nested `default_map` for the commands of `group`."""
     try:
-        with file.open("rb") as stream:
-            table = tomllib.load(stream)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = tomllib.loads(read_text(file, CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"the settings in {file} cannot be read: {reason}. Expected a TOML file.") from None
     return _group_defaults(table, {}, group, str(file))

@@ -11,6 +11,7 @@ import typer
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import print_status
 from birkhoff.errors import DataError, OptionError
+from birkhoff.small_file import MANIFEST_BYTES, read_json
 
 if TYPE_CHECKING:
     from birkhoff.validate.greedy import GreedyResult
@@ -124,7 +125,7 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     if path is None:
         return None
     try:
-        ids = json_module.loads(path.read_text(encoding="utf-8"))
+        ids = read_json(path, MANIFEST_BYTES)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON list of token ids ({error}).") from None
     if not isinstance(ids, list):

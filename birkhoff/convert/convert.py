@@ -20,6 +20,7 @@ from birkhoff.convert.to_safetensors import plan_safetensors
 from birkhoff.convert.write import WriteResult, journal_path, run_conversion
 from birkhoff.errors import ConvertError, OptionError
 from birkhoff.option_checks import check_int
+from birkhoff.small_file import read_text
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
@@ -149,7 +150,7 @@ def _plan(
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8") if path.stat().st_size <= _MAX_TEXT_BYTES else None
+        return read_text(path, _MAX_TEXT_BYTES)
     except (OSError, UnicodeDecodeError):
         return None
 

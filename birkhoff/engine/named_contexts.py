@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from birkhoff.atomic_file import write_atomic
+from birkhoff.small_file import MANIFEST_BYTES, read_json
 
 MAX_NAMES = 64
 
@@ -23,7 +24,7 @@ class NamedContexts:
         self._keys: OrderedDict[str, list[bytes]] = OrderedDict()
         if file is not None:
             with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-                stored = json.loads(file.read_text(encoding="utf-8"))
+                stored = read_json(file, MANIFEST_BYTES)
                 self._keys.update(
                     {str(name): [bytes.fromhex(key) for key in keys] for name, keys in stored.items()}
                 )

@@ -24,6 +24,7 @@ import torch
 
 from birkhoff.atomic_file import write_atomic
 from birkhoff.dtype_names import dtype_name
+from birkhoff.small_file import read_bytes
 
 MAGIC = b"birkhoff page 1\n"
 DIGEST_BYTES = 16
@@ -72,7 +73,7 @@ class PageFiles:
         if path not in self._files:
             return None
         try:
-            data = path.read_bytes()
+            data = read_bytes(path, self.limit_bytes)
         except OSError:
             self._delete(path)
             return None

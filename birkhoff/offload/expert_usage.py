@@ -23,6 +23,7 @@ import torch
 from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import CountsFileError
 from birkhoff.offload.expert_store import ExpertId
+from birkhoff.small_file import read_json
 
 HALF_LIFE = 20_000  # steps
 # Standard deviations of the difference of two rates; among ten thousand equal experts the extremes are 5.6 apart.
@@ -125,10 +126,7 @@ class ExpertUsage:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise CountsFileError(f"{path.name} has {size} bytes, counts have at most {MAX_BYTES}. {_AGAIN}")
-        body = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        body = read_json(path, MAX_BYTES)
     except OSError as error:
         raise CountsFileError(f"{path} cannot be read ({error.strerror}). Check the path.") from None
     except (ValueError, RecursionError):  # JSON or UTF-8

@@ -15,7 +15,9 @@ import torch
 
 from birkhoff.errors import SaeFileError
 from birkhoff.sae.fold import SaeWeights
+from birkhoff.small_file import check_regular
 
+MAX_INFLATION = 10
 NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
 
 
@@ -29,9 +31,10 @@ def gemma_scope_file(path: Path) -> Path | None:
 def load_gemma_scope(path: Path) -> dict[str, Any]:
     """Arguments of `Sae`."""
     try:
+        _check_members(path)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             tensors = {name: torch.from_numpy(archive[name]) for name in NAMES if name in archive}
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile) as error:
         raise SaeFileError(f"{path} cannot be read as an archive of plain arrays ({error}).") from None
     missing = [name for name in NAMES if name not in tensors]
     if missing:
@@ -42,3 +45,12 @@ def load_gemma_scope(path: Path) -> dict[str, Any]:
         tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], tensors["threshold"]
     )
     return {"activation": "jumprelu", **w.arguments()}
+
+
+def _check_members(path: Path) -> None:
+    """Refuse an archive that inflates to much more than its size: weights hardly compress, zeros do without end."""
+    size = check_regular(path)
+    with zipfile.ZipFile(path) as archive:
+        inflated = sum(member.file_size for member in archive.infolist())
+    if inflated > MAX_INFLATION * size:
+        raise ValueError(f"it inflates from {size} to {inflated} bytes, expected arrays of weights")

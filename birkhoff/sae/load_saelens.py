@@ -16,10 +16,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from birkhoff import small_file
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.fold import SaeWeights
+from birkhoff.small_file import CONFIG_BYTES, MANIFEST_BYTES, check_regular
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
@@ -142,7 +144,7 @@ def save_labels(sae: Sae, path: Path) -> None:
 def read_labels(path: Path) -> dict[int, str]:
     if not (path / LABELS).is_file():
         return {}
-    raw = read_json(path / LABELS)
+    raw = read_json(path / LABELS, MANIFEST_BYTES)
     if not all(key.isdecimal() for key in raw):
         raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
     return {int(key): label for key, label in raw.items()}
@@ -200,11 +202,12 @@ def _hook_name(sae: Sae) -> str | None:
     return None if sae.hook is None else f"{sae.hook}.{sae.layer}"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SaeFileError(f"{path} cannot be read as JSON ({error}).") from None
+        value = small_file.read_json(path, max_bytes)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SaeFileError(f"{path} cannot be read as JSON ({reason}).") from None
     if not isinstance(value, dict):
         raise SaeFileError(f"{path} holds {quoted(value)}, expected an object.")
     return value
@@ -212,6 +215,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
+        check_regular(path)
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

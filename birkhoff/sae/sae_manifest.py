@@ -22,6 +22,7 @@ from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_saelens import read_json, read_labels, read_tensors, save_labels
+from birkhoff.small_file import MANIFEST_BYTES
 
 MANIFEST = "manifest.json"
 _FIELDS = (
@@ -38,7 +39,7 @@ _FIELDS = (
 
 def load_manifest(path: Path) -> list[Sae]:
     """One dictionary per site, all of the same shape."""
-    manifest = read_json(path / MANIFEST)
+    manifest = read_json(path / MANIFEST, MANIFEST_BYTES)
     where = path / MANIFEST
     unknown = sorted(set(manifest) - {*_FIELDS, "metadata"})
     missing = [name for name in (*_FIELDS[:3], "layers") if name not in manifest]
@@ -151,7 +152,11 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
 
 def clampable_features(path: Path) -> list[int] | None:
     """The features that a manifest allows to be clamped; None if it has no such list."""
-    features = read_json(path / MANIFEST).get("clampable_features") if (path / MANIFEST).is_file() else None
+    features = (
+        read_json(path / MANIFEST, MANIFEST_BYTES).get("clampable_features")
+        if (path / MANIFEST).is_file()
+        else None
+    )
     if features is None:
         return None
     if not isinstance(features, list) or any(type(feature) is not int for feature in features):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from birkhoff.errors import SaeFileError, quoted
+from birkhoff.small_file import check_regular
 
 
 def load_state_dict(path: Path) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def load_state_dict(path: Path) -> dict[str, Any]:
 
 def _check_archive(path: Path) -> None:
     try:
+        check_regular(path)
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:

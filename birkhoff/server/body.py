@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
@@ -20,12 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from birkhoff.errors import quoted
+from birkhoff.json_limits import exceeds_depth, structure
 from birkhoff.server.api_errors import ApiError, bad_request
 
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
-# Strings, also an unterminated one at the end. Possessive quantifiers and `\Z` keep the scan linear in hostile bodies.
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.?+[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
-_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[]{}:")
 Body = TypeVar("Body", bound="RequestBody")
 
 
@@ -133,8 +130,11 @@ def parse_json(raw: bytes, max_depth: int) -> dict[str, Any]:
 
     The body is decoded once: outside strings every colon belongs to one key, so a result with fewer keys than the
     text has colons has lost a duplicate. Only then is the text decoded again, to name the key."""
-    structure = _STRINGS.sub(b"", raw).translate(None, _NOT_STRUCTURE)
-    _check_depth(structure, max_depth)
+    brackets = structure(raw)
+    if exceeds_depth(brackets, max_depth):
+        raise bad_request(
+            f"the body is nested more than {max_depth} deep. Send a flatter one.", code="json-too-deep"
+        )
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -143,7 +143,7 @@ def parse_json(raw: bytes, max_depth: int) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise bad_request(f"the body is a JSON {_type_name(value)}, expected an object.", code="json-invalid")
-    if not _has_keys(value, structure.count(b":")):
+    if not _has_keys(value, brackets.count(b":")):
         json.loads(raw, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
     return value
 
@@ -184,17 +184,6 @@ async def read_json(
     if len(raw) < LARGE_BODY:
         return parse_json(raw, max_depth)
     return await asyncio.to_thread(parse_json, raw, max_depth)
-
-
-def _check_depth(structure: bytes, max_depth: int) -> None:
-    """Limit nesting before a parser sees the body. `structure` holds its brackets and colons outside strings."""
-    depth = 0
-    for byte in structure.replace(b":", b""):
-        depth += 1 if byte in b"[{" else -1
-        if depth > max_depth:
-            raise bad_request(
-                f"the body is nested more than {max_depth} deep. Send a flatter one.", code="json-too-deep"
-            )
 
 
 def _has_keys(value: dict[str, Any], count: int) -> bool:

@@ -10,7 +10,6 @@ import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import torch
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -29,6 +28,7 @@ from birkhoff.server.interp_routes import InterpRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.steering_routes import check_steering_key, request_edits
+from birkhoff.small_file import read_json
 
 TOP_LOGITS = 10
 MAX_SUMMARY_BYTES = 64 << 20
@@ -53,10 +53,8 @@ def _read_feature_summaries(folder: Path) -> dict[str, Any]:
     """The `features.json` next to an SAE, by feature index; empty if there is no readable one."""
     path = folder / FILE
     try:
-        if path.stat().st_size > MAX_SUMMARY_BYTES:
-            return {}
-        summaries = orjson.loads(path.read_bytes())
-    except (OSError, ValueError):
+        summaries = read_json(path, MAX_SUMMARY_BYTES)
+    except (OSError, ValueError, RecursionError):
         return {}
     return summaries if isinstance(summaries, dict) else {}
 

@@ -24,13 +24,13 @@ from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.site_names import STREAMS_POST_MLP
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.small_file import VECTOR_BYTES, read_json
 from birkhoff.steering.vector_edits import Add, Clamp, VectorEdit
 from birkhoff.steering.vector_encoding import LayerVector, layer_number, layer_vectors, packed_rows
 from birkhoff.steering.vector_file import SteeringVector
 
 VECTORS = {"vectors": "both", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 CLAMPS = {"clamps": "both", "prefill_clamps": "prefill", "decode_clamps": "decode"}
-MAX_FILE_BYTES = 256 << 20
 _CLAMP = ("vector", "min", "max", "value", "strength", "streams")
 
 Key = tuple[str, str, int]  # tier, hook, layer
@@ -142,10 +142,10 @@ class SteeringModule:
         path = Path(path)
         if not path.is_file():
             raise VectorFileError(f"{path} is {'not a file' if path.exists() else 'missing'}, expected JSON.")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise VectorFileError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB. Use packed rows.")
         try:
-            raw = json.loads(path.read_bytes())
+            raw = read_json(path, VECTOR_BYTES)
+        except OSError as error:
+            raise VectorFileError(f"{path} cannot be read ({error.strerror}). Use packed rows.") from None
         except (ValueError, RecursionError) as error:
             raise VectorFileError(f"{path} is not JSON ({error}).") from None
         try:

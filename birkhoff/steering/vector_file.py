@@ -25,6 +25,7 @@ from birkhoff.errors import SteeringError, VectorFileError, quoted
 from birkhoff.hooks.site_names import ALIASES
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
+from birkhoff.small_file import VECTOR_BYTES, check_regular
 from birkhoff.steering.vector import Vector
 
 FORMAT = "birkhoff-vector-1"
@@ -227,6 +228,7 @@ class SteeringVector:
                 f"{path} is {'not a file' if path.exists() else 'missing'}, expected a vector file."
             )
         try:
+            check_regular(path, VECTOR_BYTES)
             with safe_open(path, "pt") as file:
                 metadata = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from birkhoff.errors import CheckpointError
+from birkhoff.small_file import CONFIG_BYTES, read_bytes
 
-MAX_FILE_BYTES = 2**20
 MAX_FILES = 16
 _FILE_PATTERNS = ("encoding/encoding*.py", "encoding*.py", "encoding/*.py")
 
@@ -69,13 +69,10 @@ def encoder_files(checkpoint_dir: Path) -> list[Path]:
 def read_templates(file: Path) -> list[Template]:
     """Return every string of a Python file, as far as it is known without executing it."""
     try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise CheckpointError(
-                f"{file.name} has {file.stat().st_size} bytes, expected at most {MAX_FILE_BYTES}."
-            )
+        source = read_bytes(file, CONFIG_BYTES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # bad escape sequences in the file are not the user's concern
-            tree = ast.parse(file.read_bytes())
+            tree = ast.parse(source)
         return list(_EncoderReader(tree).templates())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(

@@ -20,10 +20,11 @@ from typing import Any
 import tokenizers
 
 from birkhoff.errors import CheckpointError, PromptError, TextUnavailable, TokenError, quoted
+from birkhoff.json_limits import parse_json
 from birkhoff.option_checks import as_int
+from birkhoff.small_file import TOKENIZER_BYTES, read_bytes
 from birkhoff.text.bytes import byte_alphabet
 
-MAX_FILE_BYTES = 256 * 2**20  # the release has 8 MB
 UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks
 
 
@@ -47,28 +48,23 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            if file.stat().st_size > MAX_FILE_BYTES:
-                raise CheckpointError(
-                    f"{file.name} has {file.stat().st_size} bytes, expected a few MB: this is no "
-                    "tokenizer. Download it again."
-                )
-            text = file.read_text(encoding="utf-8")
+            raw = read_bytes(file, TOKENIZER_BYTES)
         except FileNotFoundError:
             raise TextUnavailable(
                 f"{file} is missing, so text cannot be encoded. Put the checkpoint's tokenizer.json "
                 "there, or work with token ids."
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}). Download it again.") from None
-        return cls.from_json(text, name=f"{file.absolute().parent.name}/{file.name}", vocab_size=vocab_size)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror}). Download it again.") from None
+        return cls.from_json(raw, name=f"{file.absolute().parent.name}/{file.name}", vocab_size=vocab_size)
 
     @classmethod
     def from_json(
-        cls, text: str, *, name: str = "tokenizer.json", vocab_size: int | None = None
+        cls, text: str | bytes, *, name: str = "tokenizer.json", vocab_size: int | None = None
     ) -> Tokenizer:
         """Parse the text of a `tokenizer.json`."""
         try:
-            raw = json.loads(text)
+            raw = parse_json(text if isinstance(text, bytes) else text.encode(), TOKENIZER_BYTES)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} is not JSON ({error}). Download it again.") from None
         return cls(raw, name=name, vocab_size=vocab_size)

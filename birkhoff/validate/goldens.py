@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from birkhoff.errors import DataError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
+from birkhoff.small_file import MANIFEST_BYTES, read_json
 from birkhoff.validate.runs import ForwardRun, Sites
 
 FORMAT = 1
@@ -87,10 +88,10 @@ def _metadata(directory: Path) -> tuple[str, tuple[int, ...]]:
     file = directory / "goldens.json"
     if file.is_file():
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
+            raw = read_json(file, MANIFEST_BYTES)
             tokens = raw["tokens"]
             label = str(raw.get("label", "goldens"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{file} does not say which tokens were run ({error}). Make the goldens again."
             ) from None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from birkhoff.errors import DataError, OptionError, quoted
+from birkhoff.small_file import MANIFEST_BYTES, read_text
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -66,7 +67,7 @@ def read_vectors(path: str | Path) -> list[ReferenceCase]:
     """Parse a file. Errors name the line."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, MANIFEST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}). Give an official.vec file.") from None
     reader = _Lines(path.name, lines)
@@ -150,7 +151,7 @@ def check_vectors(engine: Engine, cases: list[ReferenceCase], prompts: str | Pat
     for case in cases:
         file = Path(prompts) / Path(case.prompt_file).name
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file, MANIFEST_BYTES)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"case {case.name}: {file} cannot be read ({error}).") from None
         prompt = engine.encode_chat([{"role": "user", "content": text}])

@@ -23,8 +23,9 @@ import torch
 
 from birkhoff.atomic_file import sync_directory
 from birkhoff.errors import CheckpointError, TensorDtype, TensorShape
+from birkhoff.json_limits import parse_json
+from birkhoff.small_file import HEADER_BYTES, check_regular, open_regular
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 8
 MAX_TENSORS = 200_000  # the largest model has 145,116; parsing far more would take seconds
 
@@ -98,7 +99,7 @@ def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> to
 
 def read_exactly(path: Path, offset: int, view: memoryview) -> None:
     """Fill `view` from the file at `offset`. A short read raises: the header was checked against the file size."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         done = 0
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
@@ -123,10 +124,10 @@ def build_header(
         position += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    if len(text) > HEADER_BYTES:
         raise CheckpointError(
             f"{path.name} would have a header of {len(text)} bytes, more than the format "
-            f"allows ({MAX_HEADER_BYTES}). Use smaller shards."
+            f"allows ({HEADER_BYTES}). Use smaller shards."
         )
     return len(text).to_bytes(8, "little") + text, _entries(path, header, 8 + len(text))
 
@@ -200,8 +201,8 @@ class SafetensorsWriter:
             self.discard()
 
 
-def load_json(raw: bytes, label: str, unique_keys: bool = True) -> Any:
-    """Parse JSON, raising CheckpointError for malformed text and, with `unique_keys`, for repeated keys."""
+def load_json(raw: bytes, label: str, max_bytes: int, unique_keys: bool = True) -> Any:
+    """Parse JSON, raising CheckpointError for malformed or large text and, with `unique_keys`, for repeated keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -212,16 +213,14 @@ def load_json(raw: bytes, label: str, unique_keys: bool = True) -> Any:
         return out
 
     try:
-        text = raw.decode()
-        del raw  # an index is tens of megabytes; free the bytes before parsing
-        return json.loads(text, object_pairs_hook=unique if unique_keys else None)
+        return parse_json(raw, max_bytes, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label} is not valid JSON ({error}). Download it again.") from None
 
 
 def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     """Return the raw header and the number of data bytes after it."""
-    total = path.stat().st_size
+    total = check_regular(path)
     if total < 8:
         raise CheckpointError(
             f"{path.name} holds {total} bytes, too few for a safetensors header. Download it again."
@@ -229,18 +228,20 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     prefix = bytearray(8)
     read_exactly(path, 0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
-    if not 2 <= length <= MAX_HEADER_BYTES:
+    if not 2 <= length <= HEADER_BYTES:
         raise CheckpointError(
-            f"{path.name} announces a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}. "
+            f"{path.name} announces a header of {length} bytes, expected 2 to {HEADER_BYTES}. "
             "It is not a safetensors file, or it is damaged; download it again."
         )
     if length > total - 8:
         raise CheckpointError(
             f"{path.name} is cut short: its header needs {length + 8} bytes, the file has {total}. Download it again."
         )
-    raw = bytearray(length)
-    read_exactly(path, 8, memoryview(raw))
-    return bytes(raw), total - 8 - length
+    with open(open_regular(path), "rb", buffering=0) as file:
+        raw = os.pread(file.fileno(), length, 8)
+    if len(raw) < length:
+        raise CheckpointError(f"{path.name} changed while it was read. Try again.")
+    return raw, total - 8 - length
 
 
 def _parse(path: Path, raw: bytes, payload_bytes: int) -> SafetensorsHeader:
@@ -250,7 +251,7 @@ def _parse(path: Path, raw: bytes, payload_bytes: int) -> SafetensorsHeader:
             f"the header of {path.name} has {rows} rows, more than the {MAX_TENSORS} allowed. It is damaged or "
             "was made to do harm; download it again."
         )
-    header = load_json(raw, f"the header of {path.name}")
+    header = load_json(raw, f"the header of {path.name}", HEADER_BYTES)
     if not isinstance(header, dict):
         raise CheckpointError(
             f"the header of {path.name} is a {type(header).__name__}, expected an object. Download it again."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from birkhoff.errors import CheckpointError
+from birkhoff.small_file import INDEX_BYTES, read_bytes
 from birkhoff.weights.safetensors import TensorEntry, load_json, read_header
 
 ErrorHandler = Callable[[CheckpointError], None]
@@ -101,7 +102,7 @@ def _indexed(path: Path, index: Path, present: list[Path], on_error: ErrorHandle
 def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     try:
         # Each name is compared with the shards below, so a repeated name is caught there; a check here costs memory.
-        raw = load_json(index.read_bytes(), index.name, unique_keys=False)
+        raw = load_json(read_bytes(index, INDEX_BYTES), index.name, INDEX_BYTES, unique_keys=False)
     except OSError as error:
         raise CheckpointError(
             f"{index} cannot be read ({error.strerror}). Check that it is a readable file."

@@ -105,5 +105,5 @@ def test_errors_name_paths_that_cannot_be_read_or_written(tmp_path):
         ExpertCounts.load(tmp_path / "missing.json", 3, 4)
     with pytest.raises(CountsFileError, match=r"cannot be written \(No such file"):
         saved(tmp_path / "no" / "c.json")
-    with pytest.raises(CountsFileError, match=r"cannot be read \(Is a directory"):
+    with pytest.raises(CountsFileError, match=r"cannot be read \(it is a directory"):
         ExpertCounts.load(tmp_path, 3, 4)

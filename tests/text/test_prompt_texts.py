@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from birkhoff.errors import ChatError, CheckpointError
-from birkhoff.text.encoder_file import MAX_FILE_BYTES, read_templates
+from birkhoff.small_file import CONFIG_BYTES
+from birkhoff.text.encoder_file import read_templates
 from birkhoff.text.markers import DSML, END_THINK, THINK
 from birkhoff.text.prompt_texts import PromptTexts, load_prompt_texts, own_prompt_texts
 from birkhoff.text.segments import Marker, split_markers
@@ -172,7 +173,7 @@ def test_a_text_the_file_lacks_is_refused_by_name():
         b"x = '\xff'",
         b"(" * 5000,
         b"a" + b"+a" * 100_000,
-        b"#" * (MAX_FILE_BYTES + 1),
+        b"#" * (CONFIG_BYTES + 1),
     ],
     ids=["syntax", "nul", "encoding", "nesting", "sum", "size"],
 )

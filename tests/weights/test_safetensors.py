@@ -13,13 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from birkhoff.errors import BirkhoffError, CheckpointError, TensorDtype, TensorShape
-from birkhoff.weights.safetensors import (
-    MAX_HEADER_BYTES,
-    TORCH_DTYPES,
-    SafetensorsWriter,
-    read_header,
-    read_rows,
-)
+from birkhoff.small_file import HEADER_BYTES
+from birkhoff.weights.safetensors import TORCH_DTYPES, SafetensorsWriter, read_header, read_rows
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 declarations = st.dictionaries(
@@ -144,7 +139,7 @@ GARBAGE = {
     "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, b"", "not valid JSON"),
     "long number": (b'{"a": ' + b"9" * 5000 + b"}", None, b"", "not valid JSON"),
     "header beyond the file": ({}, 1000, b"", "cut short"),
-    "header beyond the cap": ({}, MAX_HEADER_BYTES + 1, b"", "expected 2 to"),
+    "header beyond the cap": ({}, HEADER_BYTES + 1, b"", "expected 2 to"),
     "header of 2^63": ({}, 2**63, b"", "expected 2 to"),
     "a name twice": (b'{"a": 1, "a": 2}', None, b"", "names 'a' twice"),
     "row without dtype": (

@@ -17,6 +17,7 @@ from birkhoff.capture.store.disk import READ, Disk
 from birkhoff.capture.store.journal import read_journal
 from birkhoff.capture.store.naming import JOURNAL, LAYOUTS, OPEN, PAYLOAD, SIDECAR
 from birkhoff.errors import CaptureFileError, quoted
+from birkhoff.small_file import SIDECAR_BYTES, open_regular, read_json
 
 _BLOCK = 1 << 20
 _HEAD = 1 << 16  # sidecars of this package have the write id within their first bytes
@@ -26,7 +27,7 @@ _WRITE_ID = re.compile(rb'"write_id": "([0-9a-f]{32})"')
 def write_id(directory: str, sidecar: str) -> str | None:
     """The write id of an existing sidecar: empty if it has none, None if there is no such file."""
     try:
-        with open(os.path.join(directory, sidecar), "rb") as file:
+        with open(open_regular(os.path.join(directory, sidecar)), "rb") as file:
             match = _WRITE_ID.search(file.read(_HEAD))
     except FileNotFoundError:
         return None
@@ -147,8 +148,7 @@ class Findings:
             return True  # it could not be repaired, so nothing contradicts it
         for name in earlier:
             if name.endswith(SIDECAR):
-                with open(os.path.join(self.directory, name), "rb") as file:
-                    entries = json.loads(file.read())["entries"]
+                entries = read_json(os.path.join(self.directory, name), SIDECAR_BYTES)["entries"]
                 rows -= sum(entry["shape"][0] for entry in entries if entry["request_id"] == request)
         return rows <= 0
 

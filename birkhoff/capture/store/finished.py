@@ -20,6 +20,7 @@ from typing import Any
 from birkhoff.capture.store.disk import CREATE, Disk, remove, write_all
 from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, SIDECAR
 from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
+from birkhoff.small_file import SIDECAR_BYTES, read_json
 
 _SHARD = re.compile(r"shard-.*\.json")
 
@@ -86,7 +87,7 @@ def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: D
     """Remove requests from a tag's directory. Their bytes in a shard remain, unreferenced."""
     disk, requested = disk or Disk(), frozenset(requests)
     for sidecar in list(_sidecars(Path(directory))) if requested else ():
-        facts = json.loads(sidecar.read_bytes())
+        facts = read_json(sidecar, SIDECAR_BYTES)
         listed = facts.get("requests")
         if not isinstance(listed, dict):
             if str(facts.get("request_id")) in requested:

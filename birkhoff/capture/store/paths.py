@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from birkhoff.capture.store.disk import Disk, ensure_directory
 from birkhoff.capture.store.naming import JOURNAL, SIDECAR, short_hash, slug
 from birkhoff.errors import CaptureExists, CaptureFileError, quoted
+from birkhoff.json_limits import parse_json
+from birkhoff.small_file import SIDECAR_BYTES, open_regular, read_bytes
 
 Identity = tuple[str, str]  # tag and request id as given by the caller
 
@@ -160,12 +162,12 @@ def _id_hash(request_id: str) -> int:
 
 def _identity(sidecar: str) -> tuple[str | None, str]:
     """Tag and request id of a sidecar, read from its beginning if this package wrote it; it may be large."""
-    with open(sidecar, "rb") as file:
+    with open(open_regular(sidecar), "rb") as file:
         head = file.read(_HEAD)
         identity = {name: _string(head, name) for name in ("tag", "request_id")}
         if identity["request_id"] is None:
             try:
-                whole = json.loads(head + file.read())
+                whole = parse_json(head + file.read(SIDECAR_BYTES), SIDECAR_BYTES)
                 identity = {name: whole.get(name) for name in identity}
             except (ValueError, RecursionError, AttributeError):
                 pass
@@ -186,8 +188,10 @@ def _string(head: bytes, name: str) -> str | None:
 
 def _shard_requests(sidecar: str) -> list[str]:
     """The request ids of a shard, without parsing its entries if the ids precede them."""
-    with open(sidecar, "rb") as file:
-        text = file.read().decode("utf-8", "replace")
+    try:
+        text = read_bytes(sidecar, SIDECAR_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise CaptureFileError(f"{sidecar} cannot be read ({error.strerror}).") from None
     start = text.find('"requests": ')
     end = text.find('"entries": ')
     try:

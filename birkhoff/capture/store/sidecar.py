@@ -9,11 +9,9 @@ only.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap as mapping
 import os
-import stat
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +22,8 @@ import numpy as np
 from birkhoff.capture.spec.dtypes import STORED, Array
 from birkhoff.capture.store.entry import CaptureEntry
 from birkhoff.errors import CaptureChecksum, CaptureFileError, quoted
+from birkhoff.small_file import SIDECAR_BYTES, open_regular, read_json
 
-MAX_SIDECAR_BYTES = 512 << 20
 MAX_ENTRIES = 1 << 20
 MAX_ROWS = 1 << 40
 MAX_WIDTH = 1 << 31
@@ -311,15 +309,13 @@ def _bytes_of(array: Any) -> memoryview:
 def _open(path: Path, what: str) -> int:
     """Open a regular file; another kind, such as a pipe, could block the reader forever."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path)
     except FileNotFoundError:
         raise CaptureFileError(f"{path}: there is no such {what}.{_hint(path)}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CaptureFileError(f"{path}: the {what} cannot be opened ({error.strerror}).") from None
+    except ValueError as error:  # a NUL character
         raise CaptureFileError(f"{path}: the {what} cannot be opened ({error}).") from None
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CaptureFileError(f"{path}: the {what} is not a file.")
-    return file
 
 
 def _hint(path: Path) -> str:
@@ -332,16 +328,12 @@ def _hint(path: Path) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    file = _open(path, "sidecar")
-    with open(file, "rb") as stream:
-        size = os.fstat(file).st_size
-        if size > MAX_SIDECAR_BYTES:
-            raise CaptureFileError(
-                f"{path}: the sidecar has {size} bytes, expected up to {MAX_SIDECAR_BYTES}."
-            )
-        raw = stream.read(size)
     try:
-        facts = json.loads(raw, parse_constant=_no_constant)
+        facts = read_json(path, SIDECAR_BYTES)
+    except FileNotFoundError:
+        raise CaptureFileError(f"{path}: there is no such sidecar.{_hint(path)}") from None
+    except OSError as error:
+        raise CaptureFileError(f"{path}: the sidecar cannot be opened ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
         raise CaptureFileError(
             f"{path}: the sidecar is not JSON ({error}). Take it from another copy."
@@ -349,10 +341,6 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise CaptureFileError(f"{path}: the sidecar is {_kind(facts)}, expected an object.")
     return facts
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _kind(value: Any) -> str:

@@ -233,13 +233,20 @@ def clamp_parameters(
     return ClampParameters(scale, shift, low, high, gate)
 
 
-def feature_change(f: torch.Tensor, clamps: ClampParameters, signed: bool) -> torch.Tensor:
+def feature_change(
+    f: torch.Tensor, clamps: ClampParameters, signed: bool, bounded: bool = True, gated: bool = True
+) -> torch.Tensor:
     """f' - f of features `[n, C]` under their clamps, the only implementation of what a clamp does:
 
         f' - f = scale f + shift, limited to low - f .. high - f
 
     and 0 where f is inactive and gated (`gate` 0, else NaN): at most zero, or equal to zero for `signed`
-    activations."""
+    activations. Without any bound (`bounded` False) or gate (`gated` False) those operations would change nothing and
+    are left out."""
     scale, shift, low, high, gate = clamps
-    change = torch.clamp(torch.addcmul(shift, scale, f), low - f, high - f)
-    return change.masked_fill_(f == gate if signed else f <= gate, 0.0)
+    change = torch.addcmul(shift, scale, f)
+    if bounded:
+        change = torch.clamp(change, low - f, high - f)
+    if gated:
+        change.masked_fill_(f == gate if signed else f <= gate, 0.0)
+    return change

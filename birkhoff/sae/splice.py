@@ -26,7 +26,14 @@ import torch
 from birkhoff.hooks.edit import Op, Path, SiteContext
 from birkhoff.sae.clamps import ABSOLUTE, ClampParameters, ClampRow, clamp_parameters, feature_change
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.encode import DeviceSae, FeatureRows, encode_topk, feature_columns, reconstruct
+from birkhoff.sae.encode import (
+    DeviceSae,
+    FeatureRows,
+    TopkFeatures,
+    encode_topk,
+    feature_columns,
+    reconstruct,
+)
 from birkhoff.sae.graph_sae import GraphSae
 from birkhoff.sae.views import View
 
@@ -90,6 +97,10 @@ class SpliceData:
     clamps: ClampParameters | None  # [units, room] each
     features: FeatureRows | None
     constant: torch.Tensor | None  # [units, d]
+    # What an eager step can leave out. A recorded step does not: the next uses it is filled with may need it.
+    every_unit: bool = False  # `index` is 0, 1, ..., units - 1
+    bounded: bool = True
+    gated: bool = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.index
@@ -170,19 +181,32 @@ class SaeHost:
         if kind.error == "keep" and not kind.room and not kind.constant:
             return x  # nothing is clamped and the error is kept: the row itself
         rows = self.view.by_unit(x)
-        units = self.view.read(rows, data.index, context)
+        every_unit = data.every_unit and len(rows) == kind.units
+        units = self.view.read(rows, None if every_unit else data.index, context)
         topk = encode_topk(self.weights, units.v) if kind.room or kind.error == "drop" else None
-        delta = data.constant
-        if data.clamps is not None and data.features is not None:
-            f = feature_columns(units.v, data.features, topk)  # [units, room]
-            delta = feature_change(f, data.clamps, self.weights.activation.whole_row) @ data.features.decoder
         if kind.error == "drop":
             v = reconstruct(self.weights, units.v, topk)
-            new = self.view.replaced(units, v if delta is None else v + delta)
+            new = self.view.replaced(units, self._plus_change(v, units.v, data, topk))
+        elif units.share is None:
+            new = self._plus_change(units.old, units.v, data, topk)
         else:
-            assert delta is not None
-            new = self.view.changed(units, delta)
-        return rows.index_copy(0, data.index, new if new.dtype is x.dtype else new.to(x.dtype)).view(x.shape)
+            zero = torch.zeros_like(units.v)
+            new = self.view.changed(units, self._plus_change(zero, units.v, data, topk))
+        new = new.to(x.dtype)
+        return (new if every_unit else rows.index_copy(0, data.index, new)).view(x.shape)
+
+    def _plus_change(
+        self, base: torch.Tensor, v: torch.Tensor, data: SpliceData, topk: TopkFeatures | None
+    ) -> torch.Tensor:
+        """`base` + D, where D follows from the features of `v`."""
+        if data.constant is not None:
+            return base + data.constant
+        if data.clamps is None or data.features is None:
+            return base
+        f = feature_columns(v, data.features, topk)  # [units, room]
+        signed = self.weights.activation.whole_row
+        change = feature_change(f, data.clamps, signed, data.bounded, data.gated)
+        return torch.addmm(base, change, data.features.decoder)
 
     def splice_data(self, uses: Uses) -> SpliceData:
         """The tensors of uses with the same `error`."""
@@ -200,6 +224,7 @@ class SaeHost:
         index, lines, groups = self._group_units(uses)
         units = padded_units(len(index))
         spare = units - len(index)
+        every_unit = index == list(range(units))
         index += index[:1] * spare
         lines += lines[:1] * spare
         index_tensor = torch.tensor(index, dtype=torch.long, device=self.device)
@@ -211,12 +236,16 @@ class SaeHost:
         if all(row.only_adds for group in groups for row in group):
             shift = clamp_parameters(groups, features, len(features)).shift.to(self.device)
             constant = (shift @ self.weights.decoder[self._rows_of(features)])[line_index.to(self.device)]
-            return SpliceData(SpliceKind(error, units, 0, True), index_tensor, None, None, constant)
+            kind = SpliceKind(error, units, 0, True)
+            return SpliceData(kind, index_tensor, None, None, constant, every_unit)
         room = _padded_features(len(features))
         by_line = clamp_parameters(groups, features, room)
         clamps = ClampParameters(*(tensor.to(self.device) for tensor in by_line.rows(line_index)))
         kind = SpliceKind(error, units, room, False)
-        return SpliceData(kind, index_tensor, clamps, self._gather(tuple(features), room), None)
+        bounded = bool((by_line.low.isfinite() | by_line.high.isfinite()).any())
+        gated = not bool(by_line.gate.isnan().all())
+        feature_rows = self._gather(tuple(features), room)
+        return SpliceData(kind, index_tensor, clamps, feature_rows, None, every_unit, bounded, gated)
 
     def _group_units(self, uses: Uses) -> tuple[list[int], list[int], list[list[ClampRow]]]:
         """The units that have a use, the line of each, and the clamps of every line. Units with the same uses share a

@@ -60,15 +60,16 @@ class View:
         chosen = range(self.streams) if streams is None else streams
         return [row * self.streams + stream for row in rows for stream in chosen]
 
-    def read(self, x: torch.Tensor, index: torch.Tensor, context: SiteContext) -> Units:
-        """Read the units at `index` of a tensor from `by_unit`."""
-        old = x.index_select(0, index).float()
+    def read(self, x: torch.Tensor, index: torch.Tensor | None, context: SiteContext) -> Units:
+        """Read the units at `index` of a tensor from `by_unit`, or all of them."""
+        rows = _select(x, index)
+        old = rows.float()
         if self.name == "mean":
             return Units(old, old.mean(1), old.new_ones(()))
         if self.name != "read":
             return Units(old, old)
         assert context.read is not None, "attaching refuses this view where nothing reads streams"
-        weights = context.read(x.index_select(0, index)).float()  # [r, m]
+        weights = context.read(rows).float()  # [r, m]
         u = torch.einsum("rm,rmd->rd", weights, old)
         if self.spread == "read":
             share = weights / weights.square().sum(-1, keepdim=True)
@@ -76,7 +77,7 @@ class View:
             assert context.post is not None, (
                 "attaching refuses this spread where nothing has written the streams"
             )
-            share = context.post.index_select(0, index).float()
+            share = _select(context.post, index).float()
         else:
             share = torch.ones_like(weights)
         return Units(old, u, share.unsqueeze(-1))
@@ -88,6 +89,10 @@ class View:
     def replaced(self, units: Units, new: torch.Tensor) -> torch.Tensor:
         """The rows after `v` became `new`."""
         return new if units.share is None else self.changed(units, new - units.v)
+
+
+def _select(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return x if index is None else x.index_select(0, index)
 
 
 def make_view(name: str, spread: str | None, d_model: int, hook: str, layer: int, row: HookSchema) -> View:

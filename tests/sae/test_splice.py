@@ -96,6 +96,22 @@ def sae_for(family, view, seed=0, features=F):
 
 
 @pytest.mark.parametrize("gate", [False, True], ids=["always", "only_if_active"])
+@pytest.mark.parametrize("kind", ["absolute", "multiply", "bound"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_an_eager_step_leaves_out_changes_no_bit(view, kind, gate):
+    """Gathering, bounds and gates are skipped where they do nothing; recorded steps (`clone`) always run them."""
+    sae, around = sae_for("relu", view), around_of(8)
+    x, value = rows_of(8, view), (0.3, 0.5) if kind == "bound" else 1.75
+    host = host_of(sae)
+    use = use_of(host, sae, dict.fromkeys((0, 5, 13), (kind, value, gate)))
+    units = 8 * (M if view == "per_stream" else 1)
+    data = host.splice_data([(use, list(range(8)))])
+    assert data.every_unit == (units in (8, 24)) and (data.bounded, data.gated) == (kind == "bound", gate)
+    whole = host.run_splice(x, data.clone(), around)
+    assert torch.equal(host.run_splice(x, data, around), whole) and not torch.equal(whole, x)
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["always", "only_if_active"])
 @pytest.mark.parametrize("kind", ["absolute", "additive", "multiply", "bound"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_t_sae_1_delta_matches_float64(family, kind, gate):

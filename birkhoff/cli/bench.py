@@ -131,6 +131,31 @@ def prefill(
 
 
 @app.command()
+def goodput(
+    model: Model = None,
+    layers: Layers = 43,
+    distinct: DistinctLayers = 36,
+    requests: Annotated[int, typer.Option(help="Requests of each run.")] = 64,
+    slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 64,
+) -> None:
+    """Arriving requests on a GPU engine, beside the time its kernels need for the same work; JSON lines.
+
+    Random weights of full V4-Flash width, or a checkpoint with --model."""
+    _require_cuda()
+    from birkhoff.bench.goodput import GoodputSetting, bench_goodput, measure
+
+    setting = GoodputSetting(requests)
+    if model is None:
+        _print_lines(bench_goodput(layers, distinct, setting, slots))
+        return
+    from birkhoff.api.load import load
+
+    engine = load(model, device="cuda", max_requests=slots, max_batch_tokens=4096, max_context=8192)
+    with engine:
+        _print_lines(measure(engine._core, setting))
+
+
+@app.command()
 def sites() -> None:
     """Check every hook site of two full-width layers on a GPU against the reference path; JSON lines."""
     _require_cuda()

@@ -99,20 +99,21 @@ class CudaGraphs:
 
     def step(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | torch.Tensor,
         positions: Sequence[int],
         slots: Sequence[int],
         tap: BatchTap | None = None,
         plan: GraphPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode one token per sequence. Returns logits [n, vocab] float32 and the streams [n, m, d] after the last
+        """Decode one token per sequence; ids may be a tensor [n] on the device. Returns logits [n, vocab] float32 and the streams [n, m, d] after the last
         layer. With a `tap` and its `plan`, edits are applied and captures filled."""
         count = len(token_ids)
         buffers, graph = self._find_plain(count, max(positions) + 1)
         padding = buffers.inputs.shape[1] - count
+        on_device = isinstance(token_ids, torch.Tensor)
         inputs = torch.tensor(
             (
-                [*token_ids, *[0] * padding],
+                [*([0] * count if on_device else token_ids), *[0] * padding],
                 [*positions, *[0] * padding],
                 [*slots, *[self.scratch_slot] * padding],
             ),
@@ -120,6 +121,8 @@ class CudaGraphs:
             pin_memory=buffers.inputs.is_cuda,
         )
         buffers.inputs.copy_(inputs, non_blocking=True)
+        if isinstance(token_ids, torch.Tensor):
+            buffers.inputs[0, :count].copy_(token_ids)
         if tap is not None and plan is not None:
             self._tapped_step(buffers, tap, plan)
         elif graph is None:

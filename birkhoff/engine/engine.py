@@ -1,6 +1,7 @@
 """The engine core: requests in, tokens out, one step at a time.
 
-A step is schedule, run, commit, and with speculation draft. The engine has no thread of its own: one of the
+A step is schedule, run, commit, and with speculation draft; on a GPU a decode step may be launched before its
+predecessor is committed (`run_ahead.py`). The engine has no thread of its own: one of the
 callers that wait steps the engine for all requests, under one lock. A step that fails ends the requests in it with
 the error; a step that is interrupted is done again.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,7 @@ from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
+from birkhoff.engine.run_ahead import LaunchedStep, RunAhead
 from birkhoff.engine.runner import ModelOutput, Runner
 from birkhoff.engine.sampler import SampledToken, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
@@ -80,7 +82,9 @@ class EngineCore:
         mtp = draft_depth > 0
         uses_graphs = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
         slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
-        state = State(model.config, slots, num_pages, device, model.numerics.dtype, draft_depth, mtp)
+        runs_ahead = uses_graphs and not mtp and placement is None and not batch_invariant
+        lookback = max(draft_depth, int(runs_ahead))  # tokens that may be computed and then discarded
+        state = State(model.config, slots, num_pages, device, model.numerics.dtype, lookback, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
         if uses_graphs:
@@ -97,6 +101,8 @@ class EngineCore:
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         if mtp:
             self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
+        self._run_ahead = RunAhead(self.scheduler, self.runner, self.sampler) if runs_ahead else None
+        self._launched: LaunchedStep | None = None  # runs on the device; its tokens have not been read
         self._lock = threading.Lock()
         self._stepping = threading.Lock()  # held by the thread that steps for all waiting ones
         self._waiters: list[_Waiter] = []
@@ -149,24 +155,47 @@ class EngineCore:
             raise EngineClosed("this engine was closed. Load the model again.")
 
     def step(self) -> bool:
-        """Schedule, run, commit. Returns False when there was nothing to do."""
+        """Schedule, run, commit. Returns False when there was nothing to do.
+
+        A decode step on a GPU may be left running: the next call launches its successor before it commits it."""
         with self._locked():
+            launched = self._launched
+            self._launched = None
+            if launched is not None:
+                with self._handling_errors(launched.requests):
+                    assert self._run_ahead is not None
+                    following = self._run_ahead.following(launched)
+                    self._commit_launched(launched)
+                    self._launched = following
+                return True
             chunks = self.scheduler.schedule()
             if not chunks:
                 return False
-            try:
+            with self._handling_errors([chunk.request for chunk in chunks]):
                 started = self._clock()
                 num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
                 outputs = self._run(chunks)
+                if self._run_ahead is not None and self._run_ahead.accepts(chunks):
+                    self._launched = self._run_ahead.launch(chunks, outputs)
+                    return True
                 self._commit(chunks, outputs)
                 if self.runner.speculator is not None:
                     self._draft(self.runner.speculator, chunks, outputs, started, num_tokens)
-            except Exception as error:
-                self._fail(chunks, error)
-            except BaseException:  # an interrupt: the caches may hold half a step
-                self.scheduler.recompute(chunk.request for chunk in chunks)
-                raise
             return True
+
+    @contextmanager
+    def _handling_errors(self, requests: Sequence[Request]) -> Iterator[None]:
+        """An error in a step ends its requests; after an interrupt they are computed again."""
+        try:
+            yield
+        except Exception as error:
+            for request in requests:
+                if not request.done:
+                    request.finish("error", error=error)
+                    self.scheduler.release(request)
+        except BaseException:  # an interrupt: the caches may hold half a step
+            self.scheduler.recompute(requests)
+            raise
 
     def _run(self, chunks: list[ScheduledChunk]) -> list[ModelOutput | None]:
         if self.placement is None:
@@ -286,6 +315,16 @@ class EngineCore:
             if request.done:
                 self.scheduler.release(request)
 
+    def _commit_launched(self, step: LaunchedStep) -> None:
+        """Read the tokens of a launched step. Requests that ended meanwhile have no use for theirs."""
+        for request, position, sampled in zip(step.requests, step.positions, step.sample.read()):
+            if not request.done:
+                request.num_computed_tokens = position + 1
+                self._insert_pages(request)
+                self._append(request, sampled)
+                if request.done:
+                    self.scheduler.release(request)
+
     def _append(self, request: Request, sampled: SampledToken | BirkhoffError) -> None:
         if isinstance(sampled, BirkhoffError):
             request.finish("error", error=sampled)
@@ -345,12 +384,6 @@ class EngineCore:
         if self.scheduler.prefix is not None:
             snapshots = self.runner.boundary_snapshots.get(request, ())
             self.scheduler.prefix.insert_pages(request, snapshots)
-
-    def _fail(self, chunks: list[ScheduledChunk], error: Exception) -> None:
-        for chunk in chunks:
-            if not chunk.request.done:
-                chunk.request.finish("error", error=error)
-                self.scheduler.release(chunk.request)
 
     def _check_fits(self, request: Request) -> None:
         self.check_context(len(request.prompt_ids), request.max_tokens)

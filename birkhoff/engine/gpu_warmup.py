@@ -17,7 +17,7 @@ from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cuda_graphs import CONTEXTS, ROWS, CudaGraphs
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
-from birkhoff.model.state import State
+from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
 
 PROMPT_LENGTHS = (2, 9, 20, 40, 100, 160, 300, 700, 1300, 2100, 3000, 4096, 8192)
@@ -49,7 +49,10 @@ def warm_up(
             if progress is not None:
                 progress(done, total)
             batch = Batch.of(chunks, state.device)
+            if chunks[0].stop >= PAGE_TOKENS and chunks[0].start == 0:  # as for the prefix cache
+                state.watched[chunks[0].slot] = [Snapshot(PAGE_TOKENS)]
             hidden, _ = model.run(batch, state, NoTap())
+            state.watched.clear()
             model.logits(hidden[-1:])
         state.page_table.zero_()
         for done, (rows, context) in enumerate(shapes, start=len(batches)):

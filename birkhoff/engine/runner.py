@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from birkhoff.engine.cuda_graphs import CudaGraphs
@@ -27,6 +28,7 @@ from birkhoff.hooks.batch_tap import BatchTap
 from birkhoff.hooks.graph_tap import GraphPlan
 from birkhoff.hooks.plan import Span
 from birkhoff.hooks.step_hooks import StepHooks
+from birkhoff.kernels.row_index import to_device
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
@@ -64,7 +66,7 @@ class Runner:
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
         """One output per chunk; None for a chunk that does not reach the end of its sequence."""
         for chunk in chunks:
-            self._update_page_table(chunk)
+            self._update_page_table(chunk.request)
         self.boundary_snapshots.clear()
         try:
             self._request_snapshots(chunks)
@@ -83,7 +85,47 @@ class Runner:
             finally:
                 second.exception()  # wait: both halves must be done before the state is used again
             return first + second.result()
+        decoding = self._replayable(chunks)
+        if decoding and len(decoding) < len(chunks):
+            return self._forward_parts(chunks, decoding)
         return self._forward(chunks)
+
+    def replays(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether one CUDA graph runs all of these chunks."""
+        return not self.batch_invariant and len(self._replayable(chunks)) == len(chunks)
+
+    @torch.inference_mode()
+    def replay_ahead(
+        self, requests: Sequence[Request], positions: Sequence[int], tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Launch a decode step whose token ids [n] are on the device -> logits [n, vocab]."""
+        assert self.graphs is not None
+        for request in requests:
+            self._update_page_table(request)
+        self.boundary_snapshots.clear()
+        slots: list[int] = [request.slot for request in requests]  # type: ignore[misc]
+        logits, _ = self.graphs.step(tokens, positions, slots)
+        self.hooks[0].deliver_copied()
+        return logits
+
+    def _forward_parts(
+        self, chunks: Sequence[ScheduledChunk], first_part: set[int]
+    ) -> list[ModelOutput | None]:
+        """Mixed prefill/decode on a GPU: the decode graph, then the prefill chunks while the graph runs.
+
+        In one batch, the decoding rows would pass through the prefill kernels and delay them."""
+        outputs: dict[int, ModelOutput | None] = {}
+        rest = [i for i in range(len(chunks)) if i not in first_part]
+        for part in (sorted(first_part), rest):
+            outputs.update(zip(part, self._forward([chunks[i] for i in part])))
+        return [outputs[i] for i in range(len(chunks))]
+
+    def _replayable(self, chunks: Sequence[ScheduledChunk]) -> set[int]:
+        """Indices of the chunks that one CUDA graph can run."""
+        if self.graphs is None:
+            return set()
+        singles = {i for i, chunk in enumerate(chunks) if self._can_replay([chunk])}
+        return singles if self.graphs.fits(len(singles)) else set()
 
     def close(self) -> None:
         self._second_thread.shutdown()
@@ -104,8 +146,7 @@ class Runner:
     def _forward_second_half(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
         return self._forward(chunks, self.hooks[1])
 
-    def _update_page_table(self, chunk: ScheduledChunk) -> None:
-        request = chunk.request
+    def _update_page_table(self, request: Request) -> None:
         assert request.slot is not None
         if self._page_tables.get(request.slot) != request.pages:
             self.state.give_pages(request.slot, request.pages)
@@ -154,8 +195,9 @@ class Runner:
             return [None] * len(chunks)
         rows = [last + offset for chunk, last in sampling for offset in range(1 + len(chunk.draft_tokens))]
         counts = [1 + len(chunk.draft_tokens) for chunk, _ in sampling]
-        logits = self.model.logits(hidden[rows]).split(counts)
-        outputs = iter(map(ModelOutput, logits, streams[rows].split(counts)))
+        index = to_device(np.array(rows), hidden.device)
+        logits = self.model.logits(hidden[index]).split(counts)
+        outputs = iter(map(ModelOutput, logits, streams[index].split(counts)))
         return [next(outputs) if chunk.samples else None for chunk in chunks]
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:

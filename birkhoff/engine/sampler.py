@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from torch import Tensor
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError
+from birkhoff.kernels.row_index import to_device
 from birkhoff.kernels.sample.device import LOGPROB, ROW_PARAMS, TOP_IDS, TOP_LOGPROBS, DeviceSampler
 
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
@@ -86,14 +87,9 @@ class SamplingState:
     def reshapes_logits(self) -> bool:
         return self.params.reshapes_logits or self._mask is not None
 
-    @property
-    def may_end(self) -> bool:
-        return self.step >= self.params.min_tokens
-
-    @property
-    def plain_greedy(self) -> bool:
+    def plain_greedy(self, ahead: int = 0) -> bool:
         """Whether the sample is the largest logit, with nothing else to compute."""
-        return self._plain_greedy and self.may_end
+        return self._plain_greedy and self.step + ahead >= self.params.min_tokens
 
     def accept(self, token: int) -> None:
         """Update the state with an accepted token."""
@@ -105,7 +101,7 @@ class SamplingState:
         if self._seen is not None:
             self._seen[token] = True
 
-    def reshape(self, logits: Tensor) -> Tensor:
+    def reshape(self, logits: Tensor, ahead: int = 0) -> Tensor:
         """Apply penalties, bias, `min_tokens` and the mask to a copy of one row [vocab]."""
         params = self.params
         if self._seen is not None:
@@ -116,7 +112,7 @@ class SamplingState:
             logits = logits - params.frequency_penalty * self._counts - params.presence_penalty * seen
         if params.logit_bias:
             logits = logits.index_add(0, self._bias_ids, self._biases)
-        if not self.may_end:
+        if self.num_banned(ahead):
             logits = logits.index_fill(0, self._ending, -math.inf)
         if self._mask is not None:
             allowed = self._mask.allowed(self._accepted, logits.shape[-1]).to(logits.device)
@@ -156,10 +152,9 @@ class SamplingState:
         assert self._mask is not None
         return self._mask.allowed(self._accepted, vocab_size).to(device)
 
-    @property
-    def num_banned(self) -> int:
-        """How many ending tokens are banned at this step."""
-        return 0 if self.may_end else len(self._ending)
+    def num_banned(self, ahead: int) -> int:
+        """How many ending tokens are banned, `ahead` tokens after the next one."""
+        return 0 if self.step + ahead >= self.params.min_tokens else len(self._ending)
 
 
 class _DeviceBatch:
@@ -177,17 +172,36 @@ class _DeviceBatch:
     def matches(self, states: Sequence[SamplingState]) -> bool:
         return len(states) == len(self.states) and all(a is b for a, b in zip(states, self.states))
 
-    def fill(self, logits: Tensor) -> list[Tensor]:
+    def fill(self, logits: Tensor, ahead: int) -> list[Tensor]:
         """Write what changes with every step; returns tensors that must live until the kernel has run."""
-        steps = np.array([state.step + 1 for state in self.states], np.uint64)
+        steps = np.array([state.step + 1 + ahead for state in self.states], np.uint64)
         keys = _mix64_array(self.seeds + steps * np.uint64(_GOLDEN64))
         self.params["key_low"] = keys & np.uint64(_MASK32)
         self.params["key_high"] = keys >> np.uint64(32)
-        self.params["num_banned"] = [state.num_banned for state in self.states]
+        self.params["num_banned"] = [state.num_banned(ahead) for state in self.states]
         masks = [self.states[i].allowed(logits.shape[-1], logits.device) for i in self.masked]
         for i, mask in zip(self.masked, masks):
             self.params["allowed"][i] = mask.data_ptr()
         return masks
+
+
+class PendingSample:
+    """Tokens that a step samples: `tokens` [n] on the device at once, results once they are read."""
+
+    def __init__(self, tokens: Tensor, read_samples: Callable[[], list[Sampled | LogitsError]]):
+        self.tokens = tokens
+        self.read_samples = read_samples
+
+    def select(self, rows: Sequence[int]) -> Tensor:
+        """The tokens of some rows, without waiting for them."""
+        return self.tokens[to_device(np.array(rows), self.tokens.device)]
+
+    def read(self) -> list[SampledToken | LogitsError]:
+        """Wait for the tokens; a row without finite logits yields a `LogitsError`."""
+        return [
+            each if isinstance(each, LogitsError) else (each.token, _token_logprob(each))
+            for each in self.read_samples()
+        ]
 
 
 class _DeviceSampling:
@@ -197,25 +211,39 @@ class _DeviceSampling:
         self._kernel = DeviceSampler(device)
         self._batch = _DeviceBatch([])
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
+    def launch(self, logits: Tensor, states: Sequence[SamplingState], ahead: int = 0) -> PendingSample:
+        """Sample on the device; `ahead` counts tokens that `states` do not know of yet."""
         if not self._batch.matches(states):
             self._batch = _DeviceBatch(states)
         batch = self._batch
-        masks = batch.fill(logits)
-        result = self._kernel.run(logits, batch.params)
-        del masks  # the kernel has run
-        sampled: list[Sampled | LogitsError] = []
-        for i, (token, peak, logprob) in enumerate(result[:, : LOGPROB + 1].tolist()):
-            count = batch.logprobs[i]
-            if not math.isfinite(peak):
-                sampled.append(_unusable(peak))
-            elif count is None:
-                sampled.append(Sampled(int(token)))
-            else:
-                ids = result[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
-                values = result[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
-                sampled.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
-        return sampled
+        masks = batch.fill(logits, ahead)
+        sample = self._kernel.launch(logits, batch.params)
+
+        def read() -> list[Sampled | LogitsError]:
+            result = sample.read()
+            masks.clear()  # the kernel has run
+            return _results(result, batch.logprobs)
+
+        return PendingSample(sample.tokens, read)
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
+        return self.launch(logits, states).read_samples()
+
+
+def _results(rows: np.ndarray[Any, Any], logprobs: Sequence[int | None]) -> list[Sampled | LogitsError]:
+    """Rows of `DeviceSample.read` as samples."""
+    sampled: list[Sampled | LogitsError] = []
+    for i, (token, peak, logprob) in enumerate(rows[:, : LOGPROB + 1].tolist()):
+        count = logprobs[i]
+        if not math.isfinite(peak):
+            sampled.append(_unusable(peak))
+        elif count is None:
+            sampled.append(Sampled(int(token)))
+        else:
+            ids = rows[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
+            values = rows[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
+            sampled.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
+    return sampled
 
 
 def seed_for(params: SamplingParams, choice: int = 0) -> int:
@@ -237,7 +265,7 @@ class Sampler:
             self._on_device = _DeviceSampling(device)
 
     def _sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
-        if self._on_device is None or not logits.is_cuda or all(state.plain_greedy for state in states):
+        if self._on_device is None or not logits.is_cuda or all(state.plain_greedy() for state in states):
             return sample(logits, states)
         return self._on_device.sample(logits.float(), states)
 
@@ -251,6 +279,25 @@ class Sampler:
             each if isinstance(each, LogitsError) else (each.token, _token_logprob(each))
             for each in self._sample(logits, states)
         ]
+
+    def samples_on_device(self, request: Request) -> bool:
+        """Whether the next token can be sampled before the last one is known to the host."""
+        params = request.params
+        return request.mask is None and not (
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+
+    def launch(self, requests: Sequence[Request], logits: Sequence[Tensor], ahead: int) -> PendingSample:
+        """Sample one token per request from parts of logits [n, vocab], without waiting for the device.
+
+        The result is for the token `ahead` places after the one that each request gets next."""
+        rows = (logits[0] if len(logits) == 1 else torch.cat([*logits])).float()
+        states = [self._state(request, rows) for request in requests]
+        if self._on_device is not None:
+            return self._on_device.launch(rows, states, ahead)
+        sampled = sample(rows, states, ahead)
+        tokens = [0 if isinstance(each, LogitsError) else each.token for each in sampled]
+        return PendingSample(torch.tensor(tokens, device=rows.device), lambda: sampled)
 
     def verify(
         self, request: Request, logits: Tensor, draft_tokens: Sequence[int]
@@ -302,31 +349,33 @@ class Sampler:
         return state
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
-    """Sample one token per row of `logits` [n, vocab]; a row without finite logits gets a `LogitsError`."""
+def sample(logits: Tensor, states: Sequence[SamplingState], ahead: int = 0) -> list[Sampled | LogitsError]:
+    """Sample one token per row of `logits` [n, vocab]; a row without finite logits gets a `LogitsError`.
+
+    `ahead` counts sampled tokens that `states` do not know of yet; states must not depend on them."""
     assert logits.ndim == 2 and logits.shape[0] == len(states), (
         f"{tuple(logits.shape)} logits for {len(states)} rows"
     )
     logits = logits.float()
-    if all(state.plain_greedy for state in states):
+    if all(state.plain_greedy(ahead) for state in states):
         peaks, tokens = logits.max(-1)  # NaN is the maximum of its row
         return [
             Sampled(token) if math.isfinite(peak) else _unusable(peak)
             for peak, token in zip(peaks.tolist(), tokens.tolist())
         ]
     raw = logits
-    reshaped = [i for i, state in enumerate(states) if state.reshapes_logits or not state.may_end]
+    reshaped = [i for i, state in enumerate(states) if state.reshapes_logits or state.num_banned(ahead)]
     if reshaped:
         logits = logits.clone()
         for i in reshaped:
-            logits[i] = states[i].reshape(raw[i])
+            logits[i] = states[i].reshape(raw[i], ahead)
     peaks, tokens = logits.max(-1)
     peak_list, token_list = peaks.tolist(), tokens.tolist()
     usable = [math.isfinite(peak) for peak in peak_list]
     random = [i for i, state in enumerate(states) if usable[i] and not state.params.greedy]
     if random:
         log_weights = _truncate(logits[random].double(), [states[i].params for i in random])
-        noise = [_NoiseKey(states[i].seed, states[i].step) for i in random]
+        noise = [_NoiseKey(states[i].seed, states[i].step + ahead) for i in random]
         for i, token in zip(random, _race(log_weights, noise).tolist()):
             token_list[i] = token
     results: list[Sampled | LogitsError] = []

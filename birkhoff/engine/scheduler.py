@@ -118,7 +118,9 @@ class Scheduler:
         chunks = []
         for request in ready:
             draft_tokens = request.draft_tokens
-            if len(draft_tokens) > budget or not self._allocate_draft_pages(request):
+            if len(draft_tokens) > budget or not self.allocate_without_preemption(
+                request, request.num_tokens + len(draft_tokens)
+            ):
                 draft_tokens = ()
             request.draft_tokens = ()
             budget -= len(draft_tokens)
@@ -127,9 +129,9 @@ class Scheduler:
             )
         return chunks, budget
 
-    def _allocate_draft_pages(self, request: Request) -> bool:
-        """Allocate pages for draft tokens if they are free; no request is preempted for them."""
-        missing = pages_for(request.num_tokens + len(request.draft_tokens)) - len(request.pages)
+    def allocate_without_preemption(self, request: Request, tokens: int) -> bool:
+        """Allocate the pages of the first `tokens` tokens if they are free; returns whether the request has them."""
+        missing = pages_for(tokens) - len(request.pages)
         pages = self.pages.allocate(missing) if missing > 0 else []
         if pages:
             request.pages += pages

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from birkhoff.engine.id_pool import IdPool
+from birkhoff.kernels.row_index import to_device
 from birkhoff.model.state import Snapshot
 
 BLOCKS = 16  # blocks of a snapshot at a page boundary; others waste half a block on average
@@ -88,4 +90,4 @@ class SnapshotPool:
         return -(-snapshot.nbytes // self.block_bytes)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.long, device=self._memory.device)
+        return to_device(np.array(blocks, np.int64), self._memory.device)

@@ -17,6 +17,7 @@ import torch
 from birkhoff.kernels import jit
 from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
+from birkhoff.kernels.compress import reference as compress_plain
 from birkhoff.kernels.experts import cpu as experts_cpu
 from birkhoff.kernels.experts import reference as experts_plain
 from birkhoff.kernels.index import reference as index_plain
@@ -47,6 +48,10 @@ class KernelSet:
     mhc_write: Op
     attend: Op
     attend_one: Op
+    attend_paged: Op
+    compress_blocks: Op
+    store_rows: Op
+    gather_rows: Op
     index_topk: Op
     route: Op
     glu: Op
@@ -54,7 +59,7 @@ class KernelSet:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether `packed_linear` and `experts` read packed weights, and `attend` takes entries by index."""
+        """Whether `packed_linear` and `experts` read packed weights, and attention takes all chunks of a step at once."""
         return self.name == "triton"
 
 
@@ -68,6 +73,10 @@ TWINS: dict[str, tuple[Op, Op]] = {
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
+    "attend_paged": (attend_plain.attend_paged, attend_plain.attend_paged),
+    "compress_blocks": (compress_plain.compress_blocks, compress_plain.compress_blocks),
+    "store_rows": (compress_plain.store_rows, compress_plain.store_rows),
+    "gather_rows": (compress_plain.gather_rows, compress_plain.gather_rows),
     "index_topk": (index_plain.index_topk, index_plain.index_topk),
     "route": (experts_plain.route, experts_plain.route),
     "glu": (experts_plain.glu, experts_plain.glu),
@@ -85,6 +94,7 @@ def select(choice: Choice) -> KernelSet:
 
 def _triton() -> KernelSet:
     from birkhoff.kernels.attend import prefill as attend_prefill
+    from birkhoff.kernels.compress import prefill as compress_prefill
     from birkhoff.kernels.experts import prefill as experts_prefill
     from birkhoff.kernels.experts import routing as experts_routing
     from birkhoff.kernels.index import prefill as index_prefill
@@ -103,6 +113,10 @@ def _triton() -> KernelSet:
         "rms_norm": norm_prefill.rms_norm,
         "rotate": rope_prefill.rotate,
         "attend": attend_prefill.attend,
+        "attend_paged": attend_prefill.attend_paged,
+        "compress_blocks": compress_prefill.compress_blocks,
+        "store_rows": compress_prefill.store_rows,
+        "gather_rows": compress_prefill.gather_rows,
         "index_topk": index_prefill.index_topk,
         "route": experts_routing.route,
         "glu": experts_prefill.glu,

@@ -9,6 +9,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels.attend import TopkIndices
+from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compiled import CompiledAttention
@@ -16,7 +17,7 @@ from birkhoff.model.compressor import Compressor, visible_entries
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.rope import Rope, StepPhases
-from birkhoff.model.state import ENTRY, Fresh, LayerState
+from birkhoff.model.state import ENTRY, INDEX, KEYS, Fresh, LayerState
 
 
 class Attention(nn.Module):
@@ -50,6 +51,8 @@ class Attention(nn.Module):
         if self.indexer is not None:
             readers += [self.indexer.compressor.project, self.indexer.weights_proj]
         self.in_proj = SharedInput(readers)
+        widths = [self.head_dim] if self.indexer is None else [self.head_dim, self.indexer.width]
+        self.powers_of_two = all(width == power_of_two(width, 16) for width in widths)
         self.compiled: CompiledAttention | None = None
 
     def forward(
@@ -60,10 +63,13 @@ class Attention(nn.Module):
         if self.compiled is not None and self.compiled.accepts(batch, state):
             return self.compiled(x, batch, phases, state)
         queries, keys, latent, raw = self.project(x, phases)
-        parts = [
-            self._attend_group(queries, keys, latent, raw, phases, group, state) for group in batch.groups
-        ]
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._takes_all_chunks(batch, state):
+            attended = self._attend_chunks(queries, keys, latent, raw, phases, batch, state)
+        else:
+            parts = [
+                self._attend_group(queries, keys, latent, raw, phases, group, state) for group in batch.groups
+            ]
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
         return self._project_out(self.kernels.rotate(attended, phases, inverse=True, own=True))
 
@@ -84,6 +90,9 @@ class Attention(nn.Module):
         assert self.ratio == 0, "entries are made while attending"
         _, keys = self.in_proj(x)
         keys = self._cached_keys(keys, step_phases.sliding)
+        if self._takes_all_chunks(batch, state):
+            self._store_chunks(keys, (), batch, state)
+            return
         for group in batch.groups:
             grouped = group.view(keys)
             state.decode_keys(group, grouped) if group.length == 1 else state.prefill_keys(group, grouped)
@@ -91,6 +100,73 @@ class Attention(nn.Module):
     def _cached_keys(self, keys: torch.Tensor, phases: Phases) -> torch.Tensor:
         """Normalised, rotated and rounded, as they enter the cache."""
         return self.numerics.round_key(self.kernels.rotate(self.kv_norm(keys), phases), self.rope_dim)
+
+    def _takes_all_chunks(self, batch: Batch, state: LayerState | Fresh) -> bool:
+        """Whether kernels attend for all chunks of a step at once, from rings and pages.
+
+        A sequence with several chunks, as of draft tokens, would not find the keys of the others in its ring."""
+        return (
+            isinstance(state, LayerState)
+            and batch.one_chunk_per_slot
+            and self.kernels.reads_codes
+            and not self.numerics.released
+            and not torch.is_grad_enabled()
+            and self.powers_of_two
+        )
+
+    def _attend_chunks(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        latent: torch.Tensor,
+        raw: Sequence[torch.Tensor],
+        phases: Phases,
+        batch: Batch,
+        state: LayerState | Fresh,
+    ) -> torch.Tensor:
+        """Attention of all chunks of a step -> [n, h, c]; rings are written last, since chunks read them."""
+        assert isinstance(state, LayerState)
+        selected = None
+        if self.compressor is not None:
+            self.compressor.compress_chunks(raw[0], batch, state)
+            finished = batch.row_index.positions + 1
+            selected = batch.cached(
+                ("finished", self.ratio), lambda: TopkIndices((finished // self.ratio).to(torch.int32))
+            )
+        if self.indexer is not None:
+            assert isinstance(selected, TopkIndices), "an indexer comes with a compressor"
+            selected = self.indexer.select_chunks(raw[1], raw[2], latent, phases, selected, batch, state)
+        attended: torch.Tensor = self.kernels.attend_paged(
+            queries,
+            keys,
+            state.keys.rows,
+            state.pages.get(ENTRY),
+            state.state.page_table,
+            batch.row_index,
+            selected,
+            self.attn_sink,
+            self.window,
+            self.scale,
+        )
+        self._store_chunks(keys, raw, batch, state)
+        return attended
+
+    def _store_chunks(
+        self, keys: torch.Tensor, raw: Sequence[torch.Tensor], batch: Batch, state: LayerState
+    ) -> None:
+        """Fill the requested snapshots, then store keys and raw rows in their rings."""
+        stored: list[tuple[str, torch.Tensor, torch.Tensor | None]] = [(KEYS, keys, None)]
+        if self.compressor is not None:
+            stored.append((ENTRY, raw[0], self.compressor.ape))
+        if self.indexer is not None:
+            stored.append((INDEX, raw[1], self.indexer.compressor.ape))
+        rings = dict(state.rings())
+        for kind, values, ape in stored:
+            ring = rings[kind].rows
+            wanted = state.snapshot_rows(kind, batch)
+            if wanted is not None:
+                state.fill_snapshots(kind, wanted, self.kernels.gather_rows(values, ring, *wanted.rows, ape))
+            self.kernels.store_rows(values, ring, batch.row_index, ape)
 
     def _attend_group(
         self,

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+
+from birkhoff.kernels.row_index import RowIndex, to_device
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,23 @@ class Batch:
     groups: tuple[Group, ...]
     chunks: tuple[SequenceChunk, ...]  # in row order
     offsets: tuple[int, ...]  # first row of each chunk
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """A value that all layers share, computed on first use."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    @cached_property
+    def one_chunk_per_slot(self) -> bool:
+        return len({chunk.slot for chunk in self.chunks}) == len(self.chunks)
+
+    @cached_property
+    def row_index(self) -> RowIndex:
+        """The rows as kernels take them that process all chunks at once."""
+        chunks = [(chunk.slot, chunk.start, chunk.stop) for chunk in self.chunks]
+        return RowIndex.of(chunks, self.token_ids.device)
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +124,17 @@ class Batch:
         if chunks and all(len(chunk.token_ids) == 1 for chunk in chunks):
             return cls._decode_step(tuple(chunks), device)
         ordered = tuple(sorted(chunks, key=group_key))  # stable: chunks of one group keep the caller's order
+        lengths = [len(chunk.token_ids) for chunk in ordered]
+        token_ids, positions, slots = to_device(
+            np.stack(
+                (
+                    np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in ordered]),
+                    np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in ordered]),
+                    np.repeat([chunk.slot for chunk in ordered], lengths),
+                )
+            ),
+            device,
+        )
         groups = []
         offsets = []
         row = 0
@@ -112,24 +144,21 @@ class Batch:
             while end < len(ordered) and group_key(ordered[end]) == key:
                 offsets.append(row + (end - begin) * key[0])
                 end += 1
-            members = ordered[begin:end]
-            starts = tuple(chunk.start for chunk in members)
-            stop = row + key[0] * len(members)
-            slots = torch.tensor([chunk.slot for chunk in members], device=device)
-            groups.append(Group(slice(row, stop), key[0], starts, slots, torch.tensor(starts, device=device)))
-            row, begin = stop, end
-        flat = [torch.as_tensor(chunk.token_ids, dtype=torch.long) for chunk in ordered]
-        token_ids = torch.cat(flat).to(device)
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in ordered]).to(device)
+            starts = tuple(chunk.start for chunk in ordered[begin:end])
+            rows = slice(row, row + key[0] * len(starts))
+            first_rows = slice(row, rows.stop, key[0])
+            groups.append(Group(rows, key[0], starts, slots[first_rows], positions[first_rows]))
+            row, begin = rows.stop, end
         return cls(token_ids, positions, tuple(groups), ordered, tuple(offsets))
 
     @classmethod
     def _decode_step(cls, chunks: tuple[SequenceChunk, ...], device: torch.device | str) -> Batch:
         """Single tokens only, the frequent case: one group in the caller's order, without sorting."""
         starts = tuple(chunk.start for chunk in chunks)
-        token_ids = torch.tensor([int(chunk.token_ids[0]) for chunk in chunks], device=device)
-        positions = torch.tensor(starts, device=device)
-        slots = torch.tensor([chunk.slot for chunk in chunks], device=device)
+        first_tokens = [int(chunk.token_ids[0]) for chunk in chunks]
+        token_ids, positions, slots = to_device(
+            np.array((first_tokens, starts, [chunk.slot for chunk in chunks]), np.int64), device
+        )
         group = Group(slice(0, len(chunks)), 1, starts, slots, positions)
         return cls(token_ids, positions, (group,), chunks, tuple(range(len(chunks))))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels.compress import pool
-from birkhoff.model.batch import Group
+from birkhoff.model.batch import Batch, Group
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
@@ -56,6 +56,27 @@ class Compressor(nn.Module):
             state.store_raw(self.kind, group, raw)
         count = (group.last_position + 1) // self.ratio
         return state.entries(self.kind, group, count) if count else None
+
+    def compress_chunks(self, raw: torch.Tensor, batch: Batch, state: LayerState) -> None:
+        """`forward` for all chunks of a step at once, with kernels that read rings and pages: makes the entries of
+        all blocks that end in the step. The caller stores the raw rows [n, values and gates] afterwards."""
+        kernels, positions = self.numerics.kernels, batch.row_index.positions
+        phases = batch.cached(
+            ("block phases", self.ratio),
+            lambda: self.rope.at(positions // self.ratio * self.ratio, compressed=True),
+        )
+        kernels.compress_blocks(
+            raw,
+            self.ape,
+            self.norm.weight,
+            state.raw[self.kind].rows,
+            state.pages[self.kind],
+            state.state.page_table,
+            batch.row_index,
+            phases.cos,
+            phases.sin,
+            self.norm.eps,
+        )
 
     def _position_bias(self, group: Group) -> torch.Tensor:
         """Position biases for the gates, zeros for the values."""

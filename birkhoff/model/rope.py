@@ -40,6 +40,7 @@ class Rope:
         self.sliding = rope.frequencies(dim, config.rope_theta)
         self.compressed = rope.frequencies(dim, config.compress_rope_theta, *yarn)
         self._both = torch.stack((self.sliding, self.compressed)).unsqueeze(1)  # [2, 1, r]
+        self._on_device: dict[torch.device, torch.Tensor] = {self._both.device: self._both}
 
     def step(self, positions: torch.Tensor) -> StepPhases:
         """Phases of the positions [n] of a step."""
@@ -48,10 +49,15 @@ class Rope:
             angle = positions.numpy().astype(np.float32)[:, None] * self._both.numpy()
             both = Phases(torch.from_numpy(np.cos(angle)), torch.from_numpy(np.sin(angle)))
         else:
-            both = rope.phases(positions, self._both.to(positions.device))
+            both = rope.phases(positions, self._frequencies(positions.device))
         return StepPhases(*(Phases(cos, sin) for cos, sin in zip(both.cos, both.sin)))
 
     def at(self, positions: torch.Tensor, compressed: bool) -> Phases:
         """Phases of any positions, in one family."""
-        omega = self.compressed if compressed else self.sliding
-        return rope.phases(positions, omega.to(positions.device))
+        return rope.phases(positions, self._frequencies(positions.device)[int(compressed), 0])
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        """Both families [2, 1, r]; copied to a device once, since a copy waits for the work queued there."""
+        if device not in self._on_device:
+            self._on_device[device] = self._both.to(device)
+        return self._on_device[device]

@@ -21,10 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from birkhoff.config import PAGE_TOKENS, V4Config
-from birkhoff.model.batch import Group
+from birkhoff.kernels.row_index import to_device
+from birkhoff.model.batch import Batch, Group
 
 ENTRY, INDEX = "entry", "index"  # kinds of compressed entries: of attention, of the indexer
 KEYS = "keys"  # the window
@@ -40,6 +42,15 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows.values())
+
+
+@dataclass(frozen=True, eq=False)
+class SnapshotRows:
+    """Rows of one ring for several snapshots: slots, positions and the row of the step that holds each (-1: the ring),
+    and the span of each snapshot."""
+
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    spans: list[tuple[Snapshot, int, int]]
 
 
 class Ring:
@@ -179,6 +190,36 @@ class LayerState:
                     rows = torch.cat((ring.span(slot, first, start), rows))
                 snapshot.rows[f"{self.name}.{kind}"] = rows.clone()
 
+    def snapshot_rows(self, kind: str, batch: Batch) -> SnapshotRows | None:
+        """The rows of a ring that the watched snapshots of a step hold, or None without snapshots."""
+        if not self.state.watched:
+            return None
+        # The rows depend on the ratio alone: the same for all layers of a kind.
+        rows: SnapshotRows = batch.cached(
+            ("snapshots", 0 if kind == KEYS else self.ratio), lambda: self._snapshot_rows(kind, batch)
+        )
+        return rows
+
+    def _snapshot_rows(self, kind: str, batch: Batch) -> SnapshotRows:
+        columns: list[np.ndarray] = [np.empty((3, 0), np.int64)]
+        spans = []
+        stop = 0
+        for chunk, offset in zip(batch.chunks, batch.offsets):
+            for snapshot in self.state.watched.get(chunk.slot, ()):
+                if chunk.start < snapshot.position <= chunk.stop:
+                    at = np.arange(self.first_needed(kind, snapshot.position), snapshot.position)
+                    sources = np.where(at >= chunk.start, at - chunk.start + offset, -1)
+                    columns.append(np.stack((np.full_like(at, chunk.slot), at, sources)))
+                    spans.append((snapshot, stop, stop + len(at)))
+                    stop += len(at)
+        rows = to_device(np.concatenate(columns, axis=1), batch.token_ids.device)
+        return SnapshotRows((rows[0], rows[1], rows[2]), spans)
+
+    def fill_snapshots(self, kind: str, rows: SnapshotRows, values: torch.Tensor) -> None:
+        """Give each snapshot its part of the gathered rows [k, width]."""
+        for snapshot, first, stop in rows.spans:
+            snapshot.rows[f"{self.name}.{kind}"] = values[first:stop]
+
     def store_entries(
         self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor
     ) -> None:
@@ -230,7 +271,8 @@ class State:
 
     def give_pages(self, slot: int, pages: list[int]) -> None:
         """Set the pages of a sequence, in order of its tokens."""
-        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
+        row = to_device(np.array(pages, np.int64), self.device)
+        self.page_table[slot, : len(pages)].copy_(row, non_blocking=True)
 
     def page(self, index: int) -> dict[str, torch.Tensor]:
         """Views of one page of every layer, by name."""

@@ -89,7 +89,7 @@ class SafetensorsRefs(Mapping[str, TensorRef]):
 
     def __getitem__(self, name: str) -> TensorRef:
         entry = self._entries[name]
-        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, partial(read_rows, entry))
+        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, partial(read_rows, entry), pins=True)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -8,8 +8,10 @@ itself is damaged. "value" destinations receive exactly dequantised values round
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +42,9 @@ _PACKED_DTYPES: dict[torch.dtype, tuple[str, ...]] = {
 }
 
 
+MAX_READERS = 16  # threads that fill tensors on a GPU
+
+
 class WeightDestination(Protocol):
     """A model tensor to fill. `kind` is "value", "codes", "scale" or "ids"; `tensor` may be a view on any device."""
 
@@ -49,6 +54,9 @@ class WeightDestination(Protocol):
     def tensor(self) -> torch.Tensor: ...
     @property
     def kind(self) -> str: ...
+
+
+_Step = tuple[WeightDestination, list[str]]  # a destination and the stored names it uses
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,47 @@ def load_into(
     total = sum(checkpoint[name].nbytes for _, names in plan for name in names)
     done = 0
     resident = 0
-    with torch.no_grad():
-        for destination, names in plan:
-            _FILL[destination.kind](destination, checkpoint)
-            resident += destination.tensor.nbytes
-            done += sum(checkpoint[name].nbytes for name in names)
-            if progress is not None:
-                progress(done, total)
+    for destination, names in _filled(plan, checkpoint):
+        resident += destination.tensor.nbytes
+        done += sum(checkpoint[name].nbytes for name in names)
+        if progress is not None:
+            progress(done, total)
     seconds = time.perf_counter() - began
     return LoadReport(len(plan), total, resident, seconds, skipped, tuple(checkpoint.notices))
 
 
+def _filled(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[_Step]:
+    """Fill every destination and yield it, in order; destinations on a GPU by several threads.
+
+    One thread copies from the page cache at about 2 GB/s, a fraction of what the bus and the memory can do."""
+
+    def fill(step: _Step) -> _Step:
+        destination = step[0]
+        device = destination.tensor.device
+        with torch.no_grad():
+            if device.type != "cuda":
+                _FILL[destination.kind](destination, checkpoint)
+            else:
+                stream = torch.cuda.Stream(device)
+                with torch.cuda.stream(stream):
+                    _FILL[destination.kind](destination, checkpoint)
+                stream.synchronize()
+        return step
+
+    if all(destination.tensor.device.type != "cuda" for destination, _ in plan):
+        yield from map(fill, plan)
+        return
+    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1), "birkhoff-load") as pool:
+        try:
+            yield from pool.map(fill, plan)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def _plan(
     destinations: list[WeightDestination], checkpoint: Checkpoint, skip: tuple[str, ...]
-) -> tuple[list[tuple[WeightDestination, list[str]]], int]:
+) -> tuple[list[_Step], int]:
     """Return (destination, stored names it uses) pairs in file order, and the number of skipped names."""
     missing = [d.name for d in destinations if d.name not in checkpoint]
     if missing:
@@ -154,7 +189,7 @@ def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None
     tensor = destination.tensor
     check = check_scale if destination.kind == "scale" else check_codes
     for start, stop in strips(ref.shape, 1):
-        rows = ref.rows(start, stop).to(tensor.device)
+        rows = ref.rows(start, stop, pinned=tensor.is_cuda).to(tensor.device, non_blocking=True)
         check(destination.name, rows, start)
         tensor[start:stop].copy_(rows if rows.dtype == tensor.dtype else rows.view(tensor.dtype))
 

@@ -14,7 +14,7 @@ from birkhoff.kernels.mhc import reference as plain
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.linear import Linear, Numerics
-from birkhoff.model.state import State
+from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
 from tests.interpreter import DEVICE, packed_model
 from tests.model.offloaded import offloaded_model
@@ -104,6 +104,37 @@ def test_every_site_of_a_prompt_equals_the_plain_model(case):
         for name, page in other.pages.items():
             assert (layer.pages[name] - page).abs().max() < 1e-4
         assert (layer.keys.rows - other.keys.rows).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_chunks_of_several_sequences_in_one_step_equal_the_plain_model():
+    """Different starts and lengths, one decoding sequence, and snapshots at page boundaries; then one more step."""
+    model = with_kernels(packed_model(SMALL), "reference")
+    pasts, stops = (0, 125, 40, 0), (9, 131, 41, 3)
+    tokens = [random_tokens(SMALL, stop + 4, seed) for seed, stop in enumerate(stops)]
+    states = [State.contiguous(SMALL, len(tokens), 160, device=DEVICE) for _ in range(2)]
+    for state in states:
+        chunks = [
+            SequenceChunk(slot, 0, ids[: pasts[slot]]) for slot, ids in enumerate(tokens) if pasts[slot]
+        ]
+        model.run(Batch.of(chunks, DEVICE), state, EagerTap(lambda *_: None))
+    outputs, snapshots = [], []
+    for state, kernels in zip(states, ("reference", "triton")):
+        with_kernels(model, kernels)
+        snapshot = Snapshot(128)
+        state.watched[1] = [snapshot]
+        chunks = [SequenceChunk(i, pasts[i], ids[pasts[i] : stops[i]]) for i, ids in enumerate(tokens)]
+        first, _ = model.run(Batch.of(chunks, DEVICE), state, EagerTap(lambda *_: None))
+        state.watched.clear()
+        chunks = [SequenceChunk(i, stops[i], ids[stops[i] : stops[i] + 4]) for i, ids in enumerate(tokens)]
+        second, _ = model.run(Batch.of(chunks, DEVICE), state, EagerTap(lambda *_: None))
+        outputs.append(torch.cat((first, second)))
+        snapshots.append(snapshot)
+        assert state.fits(snapshot)
+    assert (outputs[0] - outputs[1]).abs().max() < 2e-4 * outputs[0].abs().max()
+    assert snapshots[0].rows.keys() == snapshots[1].rows.keys()
+    for name, rows in snapshots[0].rows.items():
+        assert rows.numel() == 0 or (snapshots[1].rows[name] - rows).abs().max() < 1e-4, name
 
 
 @torch.inference_mode()

@@ -10,6 +10,10 @@ the unnormalised probabilities are rounded before they multiply the values, and 
 
 `attend_one(queries [B, H, c], recent [B, K, c], entries [B, E, c] | None, seen [B, K+E] bool | None, sink, scale)
         -> [B, H, c]`: one query per sequence against keys in any order; `seen=None` means every key is visible.
+`attend_paged(queries [n, H, c], keys [n, c], ring [slots, R, c], pages [P, entries per page, c] | None, table
+        [slots, pages], rows: RowIndex, selected: TopkIndices | None, sink, window, scale) -> [n, H, c]`: chunks of
+several sequences at once. A query sees the keys of its chunk, older ones in the ring of its slot (position modulo R),
+and its selected entries in the pages that the table lists for its slot; `selected` has counts [n] and indices [n, K].
 `decode.attend`: the same for a decode step on a GPU, split over the keys (flash decoding).
 
 Tolerances, as differences of the result. CPU twin against float64: 2e-6 * (1 + scale * |query| * |key|), with the
@@ -18,7 +22,7 @@ the largest result (at least 1): 1e-5 in float32, 2^-9 in float16, 2^-6 in bfloa
 Triton one: 2^-7 in norm.
 """
 
-from birkhoff.kernels.attend.reference import attend, attend_one
+from birkhoff.kernels.attend.reference import attend, attend_one, attend_paged
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 
-__all__ = ["TopkIndices", "attend", "attend_one"]
+__all__ = ["TopkIndices", "attend", "attend_one", "attend_paged"]

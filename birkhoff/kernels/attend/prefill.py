@@ -1,9 +1,10 @@
 """Attention of the many queries of a prompt on a GPU (flash attention), with the contract of the reference.
 
 A program handles one query and many of its heads: all heads see the same keys, so a tile of keys is read once for
-all of them and used by the tensor cores as keys and as values. It iterates over the window of the query, then over
-its entries (the first ones, or the listed ones), and adds the sink at the end; nothing of size queries x keys is
-stored. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
+all of them and used by the tensor cores as keys and as values. It iterates over the window of the query (keys before
+its chunk come from the ring of its slot), then over its entries in their pages (the first ones, or the listed ones),
+and adds the sink at the end; nothing of size queries x keys is stored, and the chunks of any number of sequences are
+one launch. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from birkhoff.kernels.attend import reference
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.row_index import RowIndex
 
 
 @triton.jit
@@ -36,21 +38,26 @@ def _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32: tl.constexpr
     return new_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["length", "span", "num_entries", "topk"])
+@triton.jit(do_not_specialize=["ring_size", "per_page", "topk"])
 def _attend(
     queries,
-    recent,
-    oldest,
-    entries,
+    keys,
+    bases,
+    ring,
+    ring_size,
+    pages,
+    per_page,
+    table,
+    table_stride,
+    slots,
+    positions,
+    starts,
     counts,
     indices,
+    topk,
     sink,
     out,
-    length,
-    span,
     window,
-    num_entries,
-    topk,
     heads,
     scale,
     ENTRIES: tl.constexpr,
@@ -61,37 +68,50 @@ def _attend(
     KEYS: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    row = tl.program_id(1)
-    sequence = row // length
-    at = span - length + row % length
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row).to(tl.int32)
+    begin = tl.load(starts + row).to(tl.int32)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, PADDED)
-    at_out = (row.to(tl.int64) * heads + h)[:, None] * WIDTH + d[None, :]
+    at_out = (row * heads + h)[:, None] * WIDTH + d[None, :]
     in_range = (h < heads)[:, None] & (d < WIDTH)[None, :]
     q = tl.load(queries + at_out, mask=in_range, other=0.0)
     row_max = tl.full([HEADS], -1e30, tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, PADDED], tl.float32)
-    near = recent + sequence.to(tl.int64) * span * WIDTH
-    first = tl.maximum(tl.maximum(at - window + 1, 0), tl.load(oldest + sequence).to(tl.int32))
-    for start in range(first, at + 1, KEYS):
+    first = tl.maximum(position - window + 1, 0)
+    cached = ring + slot * ring_size * WIDTH
+    for start in range(first, begin, KEYS):  # before the chunk
         j = start + tl.arange(0, KEYS)
-        visible = j <= at
+        visible = j < begin
+        k = tl.load(
+            cached + (j % ring_size)[:, None] * WIDTH + d[None, :],
+            mask=visible[:, None] & (d < WIDTH)[None, :],
+            other=0.0,
+        )
+        row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
+    near = keys + tl.load(bases + row) * WIDTH
+    for start in range(tl.maximum(first, begin), position + 1, KEYS):
+        j = start + tl.arange(0, KEYS)
+        visible = j <= position
         k = tl.load(
             near + j[:, None] * WIDTH + d[None, :], mask=visible[:, None] & (d < WIDTH)[None, :], other=0.0
         )
         row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
     if ENTRIES:
-        far = entries + sequence.to(tl.int64) * num_entries * WIDTH
+        own_pages = table + slot * table_stride
         count = tl.load(counts + row)
         for start in range(0, count, KEYS):
             e = start + tl.arange(0, KEYS)
             visible = e < count
             entry = e
             if INDEXED:
-                entry = tl.load(indices + row.to(tl.int64) * topk + e, mask=visible, other=0)
+                entry = tl.load(indices + row * topk + e, mask=visible, other=0)
+            page = tl.load(own_pages + entry // per_page, mask=visible, other=0)
             tile = visible[:, None] & (d < WIDTH)[None, :]
-            k = tl.load(far + entry.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=tile, other=0.0)
+            at_entry = page * per_page + entry % per_page
+            k = tl.load(pages + at_entry[:, None] * WIDTH + d[None, :], mask=tile, other=0.0)
             row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
     sink_logit = tl.load(sink + h, mask=h < heads, other=0.0) * 1.4426950408889634
     top = tl.maximum(row_max, sink_logit)
@@ -127,33 +147,101 @@ def attend(
     if isinstance(selected, torch.Tensor):
         return reference.attend(queries, recent, oldest, entries, selected, sink, window, scale)
     batch, length, heads, width = queries.shape
-    queries, recent = queries.contiguous(), recent.contiguous()
+    span = recent.shape[1]
+    sequences = torch.arange(batch, device=queries.device)
+
+    def per_row(values: torch.Tensor) -> torch.Tensor:
+        return values.unsqueeze(-1).expand(-1, length).flatten()
+
+    # Positions count from each sequence's first valid key; the entries of a sequence are its only page.
+    within = torch.arange(span - length, span, device=queries.device)
+    positions = (within - oldest.long().unsqueeze(-1)).flatten()
+    out = _launch(
+        queries.flatten(0, 1),
+        recent.flatten(0, 1),
+        per_row(sequences * span + oldest),
+        recent,
+        None if entries is None or selected is None else entries,
+        sequences.unsqueeze(-1),
+        per_row(sequences),
+        positions,
+        torch.zeros_like(positions),
+        selected,
+        sink,
+        window,
+        scale,
+        config,
+    )
+    return out.view_as(queries)
+
+
+def attend_paged(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    ring: torch.Tensor,
+    pages: torch.Tensor | None,
+    table: torch.Tensor,
+    rows: RowIndex,
+    selected: TopkIndices | None,
+    sink: torch.Tensor,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    ids = (rows.slots, rows.positions, rows.starts)
+    return _launch(queries, keys, rows.bases, ring, pages, table, *ids, selected, sink, window, scale, None)
+
+
+def _launch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    bases: torch.Tensor,
+    ring: torch.Tensor,
+    pages: torch.Tensor | None,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    selected: TopkIndices | None,
+    sink: torch.Tensor,
+    window: int,
+    scale: float,
+    config: dict[str, int] | None,
+) -> torch.Tensor:
+    """One program per row and tile of heads; `bases + position` is the row of a key in `keys`."""
+    n, heads, width = queries.shape
+    queries, keys = queries.contiguous(), keys.contiguous()
     out = torch.empty_like(queries)
-    has_entries = entries is not None and selected is not None
-    far = entries.contiguous() if has_entries else recent  # type: ignore[union-attr]
-    counts = selected.counts.contiguous() if isinstance(selected, TopkIndices) else oldest
-    indexed = isinstance(selected, TopkIndices) and selected.indices is not None
-    indices = selected.indices.contiguous() if indexed else oldest  # type: ignore[union-attr]
     fp32 = queries.dtype is torch.float32
     config = config or tile_config(heads, fp32)
-    _attend[(-(-heads // config["HEADS"]), batch * length)](
+    far = keys if pages is None else pages.contiguous()
+    counts = indices = slots
+    if selected is not None:
+        counts = selected.counts.flatten()
+        if selected.indices is not None:
+            indices = selected.indices.contiguous()
+    _attend[(-(-heads // config["HEADS"]), n)](
         queries,
-        recent,
-        oldest,
+        keys,
+        bases,
+        ring,
+        ring.shape[1],
         far,
+        1 if pages is None else pages.shape[1],
+        table,
+        table.stride(0),
+        slots,
+        positions,
+        starts,
         counts,
         indices,
+        indices.shape[-1],
         sink,
         out,
-        length,
-        recent.shape[1],
         window,
-        far.shape[1],
-        indices.shape[-1],
         heads,
         scale * 1.4426950408889634,
-        ENTRIES=has_entries,
-        INDEXED=indexed,
+        ENTRIES=pages is not None and selected is not None,
+        INDEXED=selected is not None and selected.indices is not None,
         WIDTH=width,
         PADDED=power_of_two(width, 16),
         FP32=fp32,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
+from birkhoff.kernels.row_index import RowIndex
 
 QUERY_BLOCK = 256
 
@@ -67,3 +68,35 @@ def attend_one(
     else:  # an unseen row may hold another sequence's NaN, which a zero weight would not mask
         keys = keys.masked_fill(~seen.unsqueeze(-1), 0.0)
     return _attend_dense(queries.unsqueeze(1), keys, seen.unsqueeze(1), sink, scale).squeeze(1)
+
+
+def attend_paged(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    ring: torch.Tensor,
+    pages: torch.Tensor | None,
+    table: torch.Tensor,
+    rows: RowIndex,
+    selected: TopkIndices | None,
+    sink: torch.Tensor,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    out = torch.empty_like(queries)
+    for row, (slot, position, start) in enumerate(
+        torch.stack((rows.slots, rows.positions, rows.starts), dim=-1).tolist()
+    ):
+        first = max(position - window + 1, 0)
+        before = ring[slot, torch.arange(first, max(start, first), device=ring.device) % ring.shape[1]]
+        own = keys[row - (position - max(start, first)) : row + 1]
+        seen = [before, own]
+        if pages is not None and selected is not None:
+            count = int(selected.counts[row])
+            entries = torch.arange(count, device=ring.device)
+            if selected.indices is not None:
+                entries = selected.indices[row, :count].long()
+            seen.append(pages[table[slot, entries // pages.shape[1]], entries % pages.shape[1]])
+        out[row] = attend_one(queries[row : row + 1], torch.cat(seen).unsqueeze(0), None, None, sink, scale)[
+            0
+        ]
+    return out

@@ -9,6 +9,7 @@ two, found when the weights are bound and divided out of the sums. Models that d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -88,9 +89,10 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, pdl: bool = True):
         self.pdl = pdl
-        self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = (
-            _compiled(f"{stem}.cu", device) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
-        )
+        stems = ("gemv", "experts", "mhc", "route", "topk", "attend")
+        with ThreadPoolExecutor(len(stems)) as pool:  # NVRTC takes seconds per source
+            modules = pool.map(lambda stem: _compiled(f"{stem}.cu", device), stems)
+            self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules
 
     def gemv(
         self,

@@ -97,7 +97,7 @@ def _count_at_least(scores, candidate, count, BLOCK: tl.constexpr):
     return count_reached
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_entries"])
 def _topk_entries(
     scores,
     positions,

@@ -18,7 +18,7 @@ from birkhoff.kernels.index.decode import topk_entries
 QUERY_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["rows", "first_row", "length"])
+@triton.jit(do_not_specialize=["rows", "first_row", "length", "num_entries"])
 def _score(
     queries,
     keys,

@@ -14,6 +14,7 @@ CLUSTER = 8
 THREADS = 512
 MAX_VOCAB = CLUSTER * THREADS * 32  # each thread keeps 32 logits in registers
 MAX_LOGPROBS = 20
+BUFFERS = 2  # samples whose results have not been read
 TOKEN, PEAK, LOGPROB, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 4, 4 + MAX_LOGPROBS
 COLUMNS = 4 + 2 * MAX_LOGPROBS
 
@@ -52,8 +53,7 @@ class DeviceSampler:
         assert nvrtc is not None, "checked by `supported`"
         self._module = Module(nvrtc, SOURCE, device)
         self._device = device
-        self._capacity = 0
-        self._reserve(8)
+        self._buffers = [_Buffers(8, device) for _ in range(BUFFERS)]
 
     @staticmethod
     def supported(device: torch.device, vocab_size: int) -> bool:
@@ -66,38 +66,57 @@ class DeviceSampler:
             and find_nvrtc() is not None
         )
 
-    def run(self, logits: torch.Tensor, params: np.ndarray) -> np.ndarray:
-        """Sample `logits` [n, vocab] float32, rows contiguous, with `params` [n] of ROW_PARAMS.
+    def launch(self, logits: torch.Tensor, params: np.ndarray) -> DeviceSample:
+        """Start sampling `logits` [n, vocab] float32, rows contiguous, with `params` [n] of ROW_PARAMS.
 
-        Returns [n, COLUMNS] float64 on the host: the token, the largest adjusted logit (NaN or infinite marks an
-        unusable row), the token's log-probability, then ids and log-probabilities of the best raw logits. Waits for
-        the device."""
+        At most `BUFFERS` samples may be unread at a time."""
         count, vocab_size = logits.shape
         assert logits.dtype is torch.float32 and logits.stride(1) == 1 and len(params) == count
-        self._reserve(count)
-        self._host_params[:count] = torch.from_numpy(params.view(np.uint8).reshape(count, -1))
-        self._params[:count].copy_(self._host_params[:count], non_blocking=True)
+        buffers = self._buffers = self._buffers[1:] + self._buffers[:1]
+        if buffers[0].capacity < count:
+            buffers[0] = _Buffers(1 << (count - 1).bit_length(), self._device)
+        used = buffers[0]
+        used.host_params[:count] = torch.from_numpy(params.view(np.uint8).reshape(count, -1))
+        used.params[:count].copy_(used.host_params[:count], non_blocking=True)
         self._module.launch(
             "sample_rows",
             (CLUSTER * count, 1),
             THREADS,
             logits,
             logits.stride(0),
-            self._params,
-            self._out,
+            used.params,
+            used.out,
             vocab_size,
             pdl=False,
         )
-        self._host_out[:count].copy_(self._out[:count], non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return self._host_out[:count].numpy()
+        used.host_out[:count].copy_(used.out[:count], non_blocking=True)
+        used.done.record(torch.cuda.current_stream(self._device))
+        return DeviceSample(used, count)
 
-    def _reserve(self, count: int) -> None:
-        if count <= self._capacity:
-            return
-        self._capacity = 1 << (count - 1).bit_length()
-        size = self._capacity, ROW_PARAMS.itemsize
-        self._host_params = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._params = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._out = torch.empty(self._capacity, COLUMNS, dtype=torch.float64, device=self._device)
-        self._host_out = torch.empty(self._capacity, COLUMNS, dtype=torch.float64, pin_memory=True)
+
+class _Buffers:
+    """Parameters and results of one launch, on the device and pinned on the host."""
+
+    def __init__(self, capacity: int, device: torch.device):
+        size = capacity, ROW_PARAMS.itemsize
+        self.capacity = capacity
+        self.host_params = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.params = torch.empty(size, dtype=torch.uint8, device=device)
+        self.out = torch.empty(capacity, COLUMNS, dtype=torch.float64, device=device)
+        self.host_out = torch.empty(capacity, COLUMNS, dtype=torch.float64, pin_memory=True)
+        self.done = torch.cuda.Event()
+
+
+class DeviceSample:
+    """A launched sample; `tokens` [n] float64 are the sampled ids on the device."""
+
+    def __init__(self, buffers: _Buffers, count: int):
+        self._buffers = buffers
+        self._count = count
+        self.tokens = buffers.out[:count, TOKEN]
+
+    def read(self) -> np.ndarray:
+        """Wait for the device. [n, COLUMNS] float64: the token, the largest adjusted logit (NaN or infinite marks an
+        unusable row), the token's log-probability, then ids and log-probabilities of the best raw logits."""
+        self._buffers.done.synchronize()
+        return self._buffers.host_out[: self._count].numpy()

@@ -1,0 +1,76 @@
+"""Asynchronous scheduling of GPU decode steps: the next step is launched before the results of the last one are read.
+
+The tokens sampled by a step stay on the device and are the inputs of the next one; meanwhile the host appends the
+tokens of the step before, detokenizes and delivers them. A request that turns out to have ended was computed one token
+too far: that token is discarded like a rejected draft token, which is why the state can step back by one.
+
+A step runs ahead only if the host decides nothing between two steps: no captures or edits, no token mask, no penalties,
+no free slot for a waiting request, and pages without preemption. Otherwise the results are read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from birkhoff.engine.request import Request
+from birkhoff.engine.runner import ModelOutput, Runner
+from birkhoff.engine.sampler import PendingSample, Sampler
+from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A decode step on the device: the position that it computes for each request, and the tokens it samples."""
+
+    requests: list[Request]
+    positions: list[int]
+    sample: PendingSample
+
+
+class RunAhead:
+    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.steps = 0  # launched before the results of the previous step were read
+
+    def accepts(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a step of these chunks can be left on the device while the next one is launched."""
+        return self.runner.replays(chunks) and all(
+            chunk.samples and self._independent(chunk.request) for chunk in chunks
+        )
+
+    def launch(self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]) -> LaunchedStep:
+        """Start sampling for a step that `accepts`."""
+        requests = [chunk.request for chunk in chunks]
+        logits = [output.logits for output in outputs if output is not None]
+        sample = self.sampler.launch(requests, logits, ahead=0)
+        return LaunchedStep(requests, [chunk.start for chunk in chunks], sample)
+
+    def following(self, step: LaunchedStep) -> LaunchedStep | None:
+        """Launch the step after `step`, whose results have not been read; None if they must be read first."""
+        if self.scheduler.waiting and self.scheduler.slots.num_free:
+            return None
+        rows = [
+            row
+            for row, request in enumerate(step.requests)
+            if not request.done and len(request.output_ids) + 1 < request.max_tokens
+        ]
+        requests = [step.requests[row] for row in rows]
+        if not rows or not all(
+            self.scheduler.allocate_without_preemption(request, request.num_tokens + 1)
+            for request in requests
+        ):
+            return None
+        tokens = step.sample.tokens
+        if len(rows) < len(step.requests):
+            tokens = step.sample.select(rows)
+        positions = [step.positions[row] + 1 for row in rows]
+        logits = self.runner.replay_ahead(requests, positions, tokens)
+        self.steps += 1
+        return LaunchedStep(requests, positions, self.sampler.launch(requests, [logits], ahead=1))
+
+    def _independent(self, request: Request) -> bool:
+        idle = request.plan is None or request.plan.idle_after_prompt
+        return idle and self.sampler.samples_on_device(request)

@@ -1,0 +1,139 @@
+"""Asynchronous decode steps give the tokens of synchronous ones, and discard what was computed too far."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling_params import SamplingParams
+from tests.interpreter import DEVICE, packed_model
+from tests.model.test_prefill import with_kernels
+from tests.models import variant
+
+SMALL = variant(compress_ratios=(4,), num_hash_layers=0, num_nextn_predict_layers=0, index_topk=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_kernels(packed_model(SMALL), "triton")
+
+
+def make_core(model, ahead: bool = True, **options) -> EngineCore:
+    core = EngineCore(
+        model,
+        max_requests=3,
+        max_context=256,
+        num_pages=8,
+        device=DEVICE,
+        **{"prefix_bytes": 1 << 20} | options,
+    )
+    if not ahead:
+        core._run_ahead = None
+    return core
+
+
+def request(first: int, tokens: int, eos: frozenset[int] = frozenset(), **options) -> Request:
+    params = SamplingParams(max_tokens=tokens, **{"temperature": 0.0} | options)
+    return Request((first, 7, first + 1), params, tokens, seed=first, eos_ids=eos)
+
+
+def run(core: EngineCore, requests: list[Request]) -> list[list[int]]:
+    core.submit(*requests)
+    while core.step():
+        pass
+    assert core._launched is None
+    assert core.scheduler.slots.num_free == 3 and not core.scheduler.running
+    return [request.output_ids for request in requests]
+
+
+def traffic(eos: frozenset[int] = frozenset()) -> list[Request]:
+    """More requests than slots, of different lengths and sampling parameters; one needs its tokens on the host."""
+    return [
+        request(5, 9, eos),
+        request(11, 3, eos, temperature=1.3, min_tokens=2, logprobs=2),
+        request(20, 6, eos, temperature=0.8, top_p=0.9),
+        request(31, 5, eos, repetition_penalty=1.2),
+        request(40, 4, eos),
+    ]
+
+
+def test_tokens_equal_those_of_synchronous_steps(model):
+    core = make_core(model)
+    expected = run(make_core(model, ahead=False), plain := traffic())
+    assert run(core, ahead := traffic()) == expected
+    assert core._run_ahead is not None and core._run_ahead.steps >= 2
+    assert [r.finish_reason for r in ahead] == ["length"] * 5
+    assert [[t.logprob for t in r.logprobs] for r in ahead] == [
+        [t.logprob for t in r.logprobs] for r in plain
+    ]
+
+
+def test_a_request_that_ends_early_discards_the_token_computed_too_far(model):
+    free = run(make_core(model, ahead=False), traffic())
+    eos = frozenset({free[0][2], free[2][1]})
+    expected = run(make_core(model, ahead=False), traffic(eos))
+    assert [len(ids) for ids in expected] != [len(ids) for ids in free]
+    core = make_core(model)
+    assert run(core, requests := traffic(eos)) == expected
+    assert "stop" in [r.finish_reason for r in requests]
+    assert all(r.num_computed_tokens == r.num_tokens - 1 for r in requests)
+
+
+def test_the_prefix_kept_from_an_ended_request_is_not_affected_by_the_extra_token(model):
+    core = make_core(model)
+    prompt = tuple(range(40, 65))
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    free = run(make_core(model, ahead=False), [Request(prompt, params, 8, seed=1)])[0]
+    first = Request(prompt, params, 8, seed=1, eos_ids=frozenset({free[4]}))
+    assert run(core, [first])[0] == free[: free.index(free[4]) + 1]
+    follow = (*prompt, *first.output_ids[:-1], 9)
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    outputs = [Request(follow, params, 5, seed=1) for _ in range(2)]
+    fresh = make_core(model, ahead=False)
+    assert run(core, outputs[:1]) == run(fresh, outputs[1:])
+    assert outputs[0].cached_tokens and not outputs[1].cached_tokens
+
+
+def test_cancelling_during_a_launched_step_leaves_nothing_behind(model):
+    core = make_core(model)
+    expected = run(make_core(model, ahead=False), [request(11, 6)])
+    requests = [request(5, 30), request(11, 6)]
+    core.submit(*requests)
+    while len(requests[0].output_ids) < 2:
+        core.step()
+    assert core._launched is not None
+    core.cancel(requests[0])
+    while core.step():
+        pass
+    assert requests[0].finish_reason == "cancelled" and [requests[1].output_ids] == expected
+    assert core.scheduler.slots.num_free == 3
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_error_ends_the_requests_of_a_launched_step_and_an_interrupt_repeats_them(
+    model, kind, monkeypatch
+):
+    core = make_core(model)
+    expected = run(make_core(model, ahead=False), [request(5, 6)])
+    one = request(5, 6)
+    core.submit(one)
+    while core._launched is None:
+        core.step()
+    replay = core.runner.replay_ahead
+
+    def fail(*arguments) -> torch.Tensor:
+        monkeypatch.setattr(core.runner, "replay_ahead", replay)
+        raise kind("stopped")
+
+    monkeypatch.setattr(core.runner, "replay_ahead", fail)
+    if kind is ValueError:
+        assert core.step() and one.finish_reason == "error"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+        while core.step():
+            pass
+        assert [one.output_ids] == expected
+    assert core.scheduler.slots.num_free == 3 and core._launched is None

@@ -282,7 +282,7 @@ class Decoder:
             sin,
             c.rms_norm_eps,
             pdl,
-            self.state.lookback,
+            0 if self.state.mtp is None else self.state.lookback,  # rows of draft tokens
         )
         indexed = w.ratio == 4 and buffers.max_entries > 0
         kernels.gemv(

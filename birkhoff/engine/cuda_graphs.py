@@ -105,8 +105,10 @@ class CudaGraphs:
         tap: BatchTap | None = None,
         plan: GraphPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode one token per sequence; ids may be a tensor [n] on the device. Returns logits [n, vocab] float32 and the streams [n, m, d] after the last
-        layer. With a `tap` and its `plan`, edits are applied and captures filled."""
+        """Decode one token per sequence; ids may be a tensor [n] on the device.
+
+        Returns logits [n, vocab] float32 and the streams [n, m, d] after the last layer. With a `tap` and its `plan`,
+        edits are applied and captures filled."""
         count = len(token_ids)
         buffers, graph = self._find_plain(count, max(positions) + 1)
         padding = buffers.inputs.shape[1] - count

@@ -59,7 +59,7 @@ class KernelSet:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether `packed_linear` and `experts` read packed weights, and attention takes all chunks of a step at once."""
+        """Whether `packed_linear` and `experts` read packed weights, and attention takes all chunks of a step."""
         return self.name == "triton"
 
 

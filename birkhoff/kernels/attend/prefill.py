@@ -146,7 +146,7 @@ def attend(
 ) -> torch.Tensor:
     if isinstance(selected, torch.Tensor):
         return reference.attend(queries, recent, oldest, entries, selected, sink, window, scale)
-    batch, length, heads, width = queries.shape
+    batch, length = queries.shape[:2]
     span = recent.shape[1]
     sequences = torch.arange(batch, device=queries.device)
 

@@ -273,7 +273,7 @@ def norm_rope_store(
         FP16=latent_fp16 is not None,
         ITEMS=8 if ratio == 4 else 16,
         num_warps=4 if ratio != 128 else 8,
-        DRAFTS=min(drafts, n - 1),
+        DRAFTS=0 if entry is None else min(drafts, n - 1),
         PDL=pdl,
     )
     assert rank == power_of_two(rank) and width == power_of_two(width)

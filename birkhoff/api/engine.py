@@ -62,7 +62,9 @@ class Engine:
         literals: PromptTexts,
         name: str = "",
         capture_root: str | Path | None = None,
+        **capture_queues: Any,
     ):
+        """`capture_queues` are options of the capture `Dispatcher`."""
         self._core = core
         self._tokenizer = tokenizer
         self._literals = literals
@@ -74,6 +76,7 @@ class Engine:
             self.model.embed.device,
             identity=self.identity,
             capture_root=capture_root,
+            **capture_queues,
         )
         self._capture_planner = self._planner.captures
         self._steering = self._planner.steering

@@ -102,7 +102,17 @@ def load(
     _warm_up(core)
     _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
-    engine = Engine(core, tokenizer, texts, str(model), chosen.capture_root)
+    engine = Engine(
+        core,
+        tokenizer,
+        texts,
+        str(model),
+        chosen.capture_root,
+        overload_policy=chosen.capture_overload_policy,
+        queue_size=chosen.capture_dispatch_queue_size,
+        spill_dir=None if chosen.capture_spill_dir is None else str(chosen.capture_spill_dir),
+        spill_max_bytes=chosen.capture_spill_max_bytes,
+    )
     for name, vector in shipped_vectors(model).items():
         engine.modules[name] = vector
     return engine

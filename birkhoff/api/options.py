@@ -43,6 +43,10 @@ class EngineKwargs(TypedDict, total=False):
     prefix_cache: str | bool
     speculative: str | bool | int
     capture_root: str | Path | None
+    capture_overload_policy: str
+    capture_dispatch_queue_size: int
+    capture_spill_dir: str | Path | None
+    capture_spill_max_bytes: int
     context_root: str | Path | None
     context_bytes: int
     revision: str | None
@@ -97,6 +101,19 @@ class EngineOptions:
     capture_root: str | Path | None = option(
         None, "Directory for captures that are written to files.", "none"
     )
+    capture_overload_policy: str = option(
+        "spill",
+        "When a consumer of captured rows falls behind: spill to disk, block the engine, or drop rows and count them.",
+    )
+    capture_dispatch_queue_size: int = option(
+        256, "Chunks of captured rows that wait in memory for a consumer."
+    )
+    capture_spill_dir: str | Path | None = option(
+        None, "Directory for rows that wait on disk.", "the system's temporary directory"
+    )
+    capture_spill_max_bytes: int = option(
+        4 << 30, "Maximum bytes of rows that wait on disk; then the engine waits.", "4 GiB"
+    )
     context_root: str | Path | None = option(
         None, "Directory for cache pages of earlier prompts; a later process reuses them.", "none"
     )
@@ -118,6 +135,9 @@ class EngineOptions:
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_choice("numerics", self.numerics, ("plain", "released"))
         check_choice("kernels", self.kernels, ("auto", "reference", "triton"))
+        check_choice("capture_overload_policy", self.capture_overload_policy, ("spill", "block", "drop"))
+        check_int("capture_dispatch_queue_size", self.capture_dispatch_queue_size)
+        check_int("capture_spill_max_bytes", self.capture_spill_max_bytes, 0)
         for name in ("max_requests", "max_batch_tokens", "max_context", "cache_bytes", "context_bytes"):
             value = getattr(self, name)
             if value is not None or name not in ("max_context", "cache_bytes"):
@@ -132,7 +152,7 @@ class EngineOptions:
             raise OptionError(f"prefix_cache is {quoted(self.prefix_cache)}, expected 'auto', True or False.")
         self.speculation(has_mtp=True)
         self.placement  # noqa: B018  parsing is the check
-        for name in ("capture_root", "context_root"):
+        for name in ("capture_root", "capture_spill_dir", "context_root"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, Path)):
                 raise OptionError(f"{name} is {quoted(value)}, expected the path of a folder, or None.")

@@ -65,7 +65,8 @@ class CapturePlanner:
     """Checks capture requests against one engine and makes the plans of its requests.
 
     `file_options` are fields of `FileOptions` for the consumer that writes under `root`, such as the rank of a pipeline
-    stage; `layers` are the layers that this process computes, None for all: rows of others are captured elsewhere."""
+    stage; `layers` are the layers that this process computes, None for all: rows of others are captured elsewhere.
+    `queues` are options of `Dispatcher`."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class CapturePlanner:
         num_layers: int,
         model: str,
         root: str | Path | None = None,
-        overload_policy: str = "spill",
         kept_results: int = KEPT_RESULTS,
         rules: CaptureRules | None = None,
         file_options: Mapping[str, Any] | None = None,
         layers: Collection[int] | None = None,
+        **queues: Any,
     ):
         self._schema = schema
         self._num_layers = num_layers
@@ -87,7 +88,7 @@ class CapturePlanner:
         self._rules_by_name: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._consumers: dict[str, Consumer] = {}
         self._global_captures: dict[str, Capture] = {}
-        self._dispatcher = Dispatcher({}, overload_policy=overload_policy, kept_results=kept_results)
+        self._dispatcher = Dispatcher({}, kept_results=kept_results, **queues)
         if root is not None:
             files = FilesystemConsumer(str(root), kept_results=kept_results, **(file_options or {}))
             self.add_consumer(FILES, files)
@@ -130,17 +131,18 @@ class CapturePlanner:
         self, spec: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, suffix: str = ""
     ) -> Plan:
         """The plan of one request, unopened. `suffix` keeps the ids of several prompts or choices apart."""
-        resolved = resolve_capture_request(
-            self._by_consumer(spec, suffix), self._context(prompt_ids, max_tokens)
-        )
+        specs, parameters = self._split_parameters(self._by_consumer(spec, suffix))
+        resolved = resolve_capture_request(specs, self._context(prompt_ids, max_tokens))
         for name in resolved.keys() & self._consumers.keys():
-            fields = resolved[name].capture.to_json()
+            fields = resolved[name].capture.to_json() | parameters.get(name, {})
             self._consumers[name].validate_client_spec(fields, f"capture.{name}")
         captures = {name: each.capture for name, each in resolved.items()}
         projects = {capture.project for capture in captures.values() if capture.project is not None}
         digests = {name: self.rules.projections.find(name).digest for name in projects}
         digest = capture_hash(captures, digests)
-        jobs = tuple(self._job(each, len(prompt_ids), digest) for each in resolved.values())
+        jobs = tuple(
+            self._job(each, len(prompt_ids), digest, parameters.get(name)) for name, each in resolved.items()
+        )
         return Plan(jobs, results=RequestResults(jobs))
 
     def global_jobs(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[CaptureJob, ...]:
@@ -163,7 +165,8 @@ class CapturePlanner:
         self, spec: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int
     ) -> dict[str, Estimate]:
         """Upper bound of what a capture stores, by consumer."""
-        resolved = resolve_capture_request(self._by_consumer(spec, ""), self._context(prompt_ids, max_tokens))
+        specs, _ = self._split_parameters(self._by_consumer(spec, ""))
+        resolved = resolve_capture_request(specs, self._context(prompt_ids, max_tokens))
         return {name: each.estimate for name, each in resolved.items()}
 
     def close(self) -> None:
@@ -207,7 +210,27 @@ class CapturePlanner:
         request_id = uuid.uuid4().hex if spec.request_id is None else spec.request_id
         return {FILES: spec.replace(request_id=request_id + suffix, tag=spec.tag or "captures")}
 
-    def _job(self, resolved: ResolvedCapture, prompt_len: int, digest: str) -> CaptureJob:
+    def _split_parameters(
+        self, specs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, dict[str, Any]]]:
+        """The captures without the fields that belong to a consumer itself, and these fields by consumer."""
+        plain: dict[str, Any] = {}
+        parameters: dict[str, dict[str, Any]] = {}
+        for name, part in specs.items() if isinstance(specs, Mapping) else ():
+            own = getattr(self._consumers.get(name), "client_parameters", ())
+            if own and isinstance(part, Mapping):
+                parameters[name] = {key: value for key, value in part.items() if key in own}
+                part = {key: value for key, value in part.items() if key not in own}
+            plain[name] = part
+        return plain if parameters else specs, parameters
+
+    def _job(
+        self,
+        resolved: ResolvedCapture,
+        prompt_len: int,
+        digest: str,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> CaptureJob:
         project = resolved.capture.project
         projection = None if project is None else self.rules.projections.find(project)
         sink: CaptureSink
@@ -219,7 +242,7 @@ class CapturePlanner:
                 meta |= {"project": str(project), "project_digest": projection.digest}
             # Consumers that write files accept rows in large pieces; a live view receives every step at once.
             buffer_bytes = getattr(self._consumers[resolved.consumer], "buffer_bytes", 0)
-            sink = DispatchSink(self._dispatcher, resolved, prompt_len, meta, buffer_bytes)
+            sink = DispatchSink(self._dispatcher, resolved, prompt_len, meta, buffer_bytes, parameters)
         matrix = None if projection is None else projection.matrix
         return CaptureJob(resolved, sink, matrix, digest, self._layers)
 
@@ -247,6 +270,7 @@ class DispatchSink:
         prompt_len: int,
         meta: Mapping[str, Any],
         buffer_bytes: int = 0,
+        parameters: Mapping[str, Any] | None = None,
     ):
         capture = resolved.capture
         self._dispatcher = dispatcher
@@ -263,7 +287,9 @@ class DispatchSink:
         if capture.streams is not None:
             meta["streams"] = list(capture.streams)
         request_id = capture.request_id or self._key
-        self._request = CaptureRequest(self._key, request_id, self._tag, capture.layout, meta)
+        self._request = CaptureRequest(
+            self._key, request_id, self._tag, capture.layout, meta, parameters or {}
+        )
 
     def open(self) -> None:
         self._dispatcher.begin(self._consumer, self._request)

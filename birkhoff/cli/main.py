@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from birkhoff.cli.terminal import print_error
+from birkhoff.cli.terminal import print_error, print_status
+from birkhoff.cli.vllm_flags import adopt_environment, translate
 from birkhoff.errors import BirkhoffError, OptionError
 
 
@@ -38,9 +39,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
             )  # never fail on a locale that cannot encode the text
     status: object
     try:
+        words = translate(sys.argv[1:] if arguments is None else arguments, print_status)
+        adopt_environment()
         from birkhoff.cli.verbs import app
 
-        status = app(arguments, prog_name="birkhoff", standalone_mode=True)
+        status = app(words, prog_name="birkhoff", standalone_mode=True)
     except SystemExit as end:
         status = end.code
     except BirkhoffError as error:

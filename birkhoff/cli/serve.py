@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -27,8 +28,9 @@ def serve(
     """Serve a model over HTTP with OpenAI- and Anthropic-compatible APIs."""
     settings, load_options = server_settings(options)
     load_options = {"model": "nano", "max_requests": max_requests, **load_options}
-    if settings.capture_root:
-        load_options["capture_root"] = settings.capture_root
+    for field in fields(settings):  # settings that are options of the engine
+        if field.name in EngineOptions.__dataclass_fields__ and getattr(settings, field.name) != "":
+            load_options[field.name] = getattr(settings, field.name)
     try:
         import fastapi  # noqa: F401
     except ImportError as error:

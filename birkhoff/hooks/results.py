@@ -35,6 +35,7 @@ class CaptureResult:
     paths: tuple[str, ...] = ()
     sha256: Mapping[str, str] = field(default_factory=dict)  # per path, of this request's bytes in file order
     durable: bool = False
+    payload: Any = None  # what the consumer returns beside this: plain JSON data
 
     @property
     def finished(self) -> bool:
@@ -59,6 +60,7 @@ class CaptureResult:
             "paths": list(self.paths),
             "sha256": dict(self.sha256),
             "durable": self.durable,
+            "payload": list(self.paths) if self.payload is None and self.paths else self.payload,
         }
 
 

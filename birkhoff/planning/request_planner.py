@@ -28,7 +28,8 @@ from birkhoff.steering.resolver import SteeringResolver
 
 
 class RequestPlanner:
-    """`model` is the name written to capture files; `identity` returns the model's name and digest, for vectors."""
+    """`model` is the name written to capture files; `identity` returns the model's name and digest, for vectors;
+    `capture_queues` are options of the capture `Dispatcher`."""
 
     def __init__(
         self,
@@ -41,9 +42,16 @@ class RequestPlanner:
         capture_root: str | Path | None = None,
         file_options: Mapping[str, Any] | None = None,
         layers: Collection[int] | None = None,
+        **capture_queues: Any,
     ):
         self.captures = CapturePlanner(
-            schema, num_layers, model, capture_root, file_options=file_options, layers=layers
+            schema,
+            num_layers,
+            model,
+            capture_root,
+            file_options=file_options,
+            layers=layers,
+            **capture_queues,
         )
         self.steering = SteeringResolver(schema, num_layers, identity, Tables(device))
         self.steering.parsers |= PARSERS

@@ -21,7 +21,11 @@ from birkhoff.option_checks import check_bool, check_choice, check_float, check_
 MIB = 1 << 20
 MAX_SECONDS = 86400
 MAX_COUNT = 2**40
-INT_RANGES = {"port": (0, 65535), "max_queue": (0, MAX_COUNT)}  # other integers: 1 to MAX_COUNT
+INT_RANGES = {
+    "port": (0, 65535),
+    "max_queue": (0, MAX_COUNT),
+    "capture_spill_max_bytes": (0, MAX_COUNT),
+}  # other integers: 1 to MAX_COUNT
 
 
 def setting(default: Any, help: str) -> Any:
@@ -48,6 +52,16 @@ class ServerSettings:
     capture_root: str = setting("", help_text(EngineOptions, "capture_root"))
     capture_consumers: tuple[str, ...] = setting(
         (), "Consumer of captured rows, as [NAME=]KIND[:key=value,...]; repeatable."
+    )
+    capture_overload_policy: str = setting(
+        EngineOptions.capture_overload_policy, help_text(EngineOptions, "capture_overload_policy")
+    )
+    capture_dispatch_queue_size: int = setting(
+        EngineOptions.capture_dispatch_queue_size, help_text(EngineOptions, "capture_dispatch_queue_size")
+    )
+    capture_spill_dir: str = setting("", help_text(EngineOptions, "capture_spill_dir"))
+    capture_spill_max_bytes: int = setting(
+        EngineOptions.capture_spill_max_bytes, help_text(EngineOptions, "capture_spill_max_bytes")
     )
     steering_modules: tuple[str, ...] = setting(
         (), "[NAME=]FILE of a steering vector (.safetensors) or tiers (.json) to register; repeatable."

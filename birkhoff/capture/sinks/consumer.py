@@ -8,7 +8,9 @@
 
 Calls for one request come from one thread; calls for different requests may overlap if `writer_threads` is above one.
 A consumer may raise: the dispatcher turns the exception into the request's result. `reads_client_spec` states whether
-requests can name the consumer; `validate_client_spec` may then refuse a request. A consumer with a
+requests can name the consumer; `validate_client_spec` may then refuse a request. A consumer with parameters of its own
+names them in an attribute `client_parameters`: a request gives them beside `hooks` and `positions`, and they reach
+`validate_client_spec` with the other fields and `begin` as `request.parameters`. A consumer with a
 `global_capture_spec` receives rows of every request, whether or not requests can name it. A consumer that is better
 served in large pieces has an attribute `buffer_bytes`: rows are collected until they take that many bytes.
 """
@@ -67,6 +69,7 @@ class CountingConsumer:
     """Base of consumers that store nothing: counts rows and bytes per request and derives the result from them."""
 
     reads_client_spec = True
+    client_parameters: tuple[str, ...] = ()
     writer_threads = 1
 
     def __init__(self) -> None:

@@ -1,13 +1,17 @@
 """Consumers built from text, as `--capture-consumers` takes them: `filesystem:root=captures,fsync=false`.
 
 `name=kind:...` gives the consumer a name of its own, so that a kind can be used twice; otherwise the kind is the name.
-`StreamConsumer` is missing here because only Python code in the same process can subscribe to it.
+A kind is one of `KINDS` or an entry point of the group `birkhoff.capture_consumers` of an installed package: a class,
+or a function that returns a consumer. `StreamConsumer` is missing here because only Python code in the same process can
+subscribe to it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 from birkhoff.capture.sinks.consumer import Consumer
@@ -26,14 +30,34 @@ KINDS: dict[str, Callable[..., Consumer]] = {
 }
 
 
+GROUP = "birkhoff.capture_consumers"
+
+
+def consumer_kinds() -> dict[str, Callable[[], Callable[..., Consumer]]]:
+    """Kinds by name, with a function that returns the class; code of a package is imported when that is called."""
+    kinds: dict[str, Callable[[], Callable[..., Consumer]]] = {
+        entry.name: entry.load for entry in entry_points(group=GROUP)
+    }
+    return kinds | {name: partial(KINDS.__getitem__, name) for name in KINDS}
+
+
 def build_consumer(text: str) -> tuple[str, Consumer]:
     """Build the consumer described by `[name=]kind[:key=value,...]`. Returns its name and the instance."""
     head, _, tail = text.partition(":")
     name, equals, kind = head.partition("=")
     kind = kind if equals else name
-    if kind not in KINDS or not name:
-        raise OptionError(f"capture consumer {quoted(head)} is unknown, expected one of {', '.join(KINDS)}.")
-    known = parameters(kind)
+    kinds = consumer_kinds()
+    if kind not in kinds or not name:
+        raise OptionError(
+            f"capture consumer {quoted(head)} is unknown, expected one of {', '.join(sorted(kinds))}."
+        )
+    try:
+        make = kinds[kind]()
+    except Exception as error:  # code of an installed package
+        raise OptionError(
+            f"capture consumer {kind} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    known = parameters(kind, make)
     values: dict[str, Any] = {}
     for pair in filter(None, tail.split(",")):
         key, equals, value = pair.partition("=")
@@ -50,12 +74,18 @@ def build_consumer(text: str) -> tuple[str, Consumer]:
         raise OptionError(
             f"capture consumer {kind} needs {', '.join(missing)}, as in {kind}:{missing[0]}=...."
         )
-    return name, KINDS[kind](**values)
+    consumer = make(**values)
+    if not isinstance(consumer, Consumer):
+        raise OptionError(
+            f"capture consumer {kind} makes a {type(consumer).__name__}, which lacks methods of a consumer "
+            "(birkhoff.capture.sinks.consumer.Consumer)."
+        )
+    return name, consumer
 
 
-def parameters(kind: str) -> dict[str, inspect.Parameter]:
+def parameters(kind: str, make: Callable[..., Consumer]) -> dict[str, inspect.Parameter]:
     """Parameters of a kind that can be written as text, by name."""
-    source = FileOptions if kind == "filesystem" else KINDS[kind]
+    source = FileOptions if kind == "filesystem" else make
     signature = inspect.signature(source).parameters
     return {name: parameter for name, parameter in signature.items() if name not in ("encoder", "bias")}
 

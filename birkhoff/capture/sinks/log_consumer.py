@@ -6,6 +6,8 @@ Use it to try out a capture before storing it. A line names hooks, layers, rows 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.consumer import CountingConsumer, RequestCounts
@@ -16,14 +18,28 @@ log = logging.getLogger("birkhoff.capture")
 
 
 class LoggingConsumer(CountingConsumer):
-    """`level` is the level of the line per request."""
+    """`level` is the level of the line per request. With `hooks`, a name or `{hook: layers}`, it logs every request at
+    `positions`; otherwise requests name it."""
 
-    def __init__(self, level: str = "INFO"):
+    def __init__(
+        self,
+        level: str = "INFO",
+        hooks: str | Mapping[str, Any] | None = None,
+        positions: Any = "last_prompt",
+    ):
         super().__init__()
+        self._spec: dict[str, Any] | None = None
+        if hooks is not None:
+            by_hook = {hooks: "all"} if isinstance(hooks, str) else dict(hooks)
+            self._spec = {"hooks": by_hook, "positions": positions}
+            self.reads_client_spec = False
         levels = logging.getLevelNamesMapping()
         if level.upper() not in levels:
             raise OptionError(f"level is {quoted(level)}, expected one of {', '.join(levels)}.")
         self._level = levels[level.upper()]
+
+    def global_capture_spec(self) -> Mapping[str, Any] | None:
+        return self._spec
 
     def submit_chunk(self, chunk: Chunk) -> None:
         super().submit_chunk(chunk)

@@ -37,6 +37,7 @@ class CaptureRequest:
     meta: Mapping[str, Any] = field(
         default_factory=dict
     )  # model, capture_hash, capture_point, prompt_len, ...
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # the consumer's own fields of the request
 
 
 @dataclass(frozen=True)

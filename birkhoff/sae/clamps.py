@@ -150,13 +150,14 @@ def resolve_clamps(clamps: Sequence[FeatureClamp], sae: Sae, allowed: frozenset[
     for clamp in clamps:
         feature = sae.feature(clamp.feature)
         if allowed is not None and feature not in allowed:
-            some = ", ".join(map(str, sorted(allowed)[:8])) + (", ..." if len(allowed) > 8 else "")
+            numbers = sorted(sae.feature_id(row) for row in allowed)
+            some = ", ".join(map(str, numbers[:8])) + (", ..." if len(allowed) > 8 else "")
             raise SaeError(
-                f"feature {feature} cannot be clamped: this module was attached with features [{some}]. "
-                "Attach it with that feature too."
+                f"feature {sae.feature_id(feature)} cannot be clamped: this module was attached with features "
+                f"[{some}]. Attach it with that feature too."
             )
         if feature in entries:
-            raise SaeError(f"feature {feature} is given twice. Give each feature once.")
+            raise SaeError(f"feature {sae.feature_id(feature)} is given twice. Give each feature once.")
         low = _number(clamp.low, sae, feature, -math.inf)
         high = _number(clamp.high, sae, feature, math.inf)
         if clamp.kind == "bound" and low > high:

@@ -7,12 +7,15 @@ For a row x of width d, with encoder rows e_i, biases c_i, decoder rows w_i and 
 Everything is float32 and checked on construction: shapes agree, all numbers are finite. What trainers do around
 these (subtracting b from the input, scaling rows, decoder norms) is folded into e, c, w, b by the file loaders, so
 the formulas above are the only form. `hook`, `layer` and `view` are the rows of a model it was trained on; `labels`
-are names of features, `x_max` the largest activation seen of each."""
+are names of features, `x_max` the largest activation seen of each.
+
+A dictionary may hold the rows of some features only (`feature_ids`): single features of it can be read and changed, and
+nothing can be reconstructed from it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,11 @@ class Sae:
         labels: Mapping[int, str] | None = None,
         x_max: Any = None,
         metadata: Mapping[str, Any] | None = None,
+        feature_ids: Sequence[int] | None = None,
+        total_features: int | None = None,
     ):
+        """With `feature_ids`, row i is feature `feature_ids[i]` of a dictionary of `total_features`; `labels` and
+        other tensors go by row."""
         self.encoder = _matrix(encoder, "encoder")
         self.decoder = _matrix(decoder, "decoder")
         if self.encoder.shape != self.decoder.shape:
@@ -70,10 +77,29 @@ class Sae:
         self.labels: Mapping[int, str] = _labels(labels, self.d_sae)
         self.x_max = None if x_max is None else per_feature(x_max, self.d_sae, "x_max")
         self.metadata: dict[str, Any] = dict(metadata or {})
+        self.feature_ids = _feature_ids(feature_ids, self.d_sae, total_features)
+        self.total_features = self.d_sae if total_features is None else total_features
 
     @property
     def d_sae(self) -> int:
+        """The number of features it has rows of."""
         return self.encoder.shape[0]
+
+    @property
+    def is_partial(self) -> bool:
+        return self.feature_ids is not None
+
+    def feature_id(self, row: int) -> int:
+        """The number of the feature of a row."""
+        return row if self.feature_ids is None else self.feature_ids[row]
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what needs every feature if this dictionary has rows of some only."""
+        if self.is_partial:
+            raise SaeError(
+                f"{what} needs every feature, and this dictionary has the rows of {self.d_sae} of "
+                f"{self.total_features} features. Load the whole dictionary, or set single features (SaeSet)."
+            )
 
     @property
     def d_model(self) -> int:
@@ -101,6 +127,7 @@ class Sae:
 
     def decode(self, features: torch.Tensor) -> torch.Tensor:
         """Rows `[.., d]` from features `[.., F]`."""
+        self.check_whole("a reconstruction")
         return _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(
             features.device
         )
@@ -109,11 +136,12 @@ class Sae:
         return self.decode(self.encode(x))
 
     def feature(self, name: int | str) -> int:
-        """The index of a feature given by index or label."""
+        """The row of a feature given by number or label."""
         if isinstance(name, str):
             matches = [index for index, label in self.labels.items() if label == name]
             if len(matches) == 1:
                 return matches[0]
+            matches = [self.feature_id(row) for row in matches]
             known = ", ".join(sorted({quoted(label) for label in self.labels.values()})[:8]) or "none"
             if matches:
                 raise SaeError(
@@ -122,9 +150,19 @@ class Sae:
             raise SaeError(
                 f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number."
             )
-        if as_int(name) is None or not 0 <= name < self.d_sae:
-            raise SaeError(f"feature {quoted(name)} does not exist: this dictionary has 0..{self.d_sae - 1}.")
-        return name
+        if as_int(name) is None or not 0 <= name < self.total_features:
+            raise SaeError(
+                f"feature {quoted(name)} does not exist: this dictionary has 0..{self.total_features - 1}."
+            )
+        if self.feature_ids is None:
+            return name
+        if name not in self.feature_ids:
+            some = ", ".join(map(str, self.feature_ids[:8])) + (", ..." if self.d_sae > 8 else "")
+            raise SaeError(
+                f"feature {name} has no row here: these files have {self.d_sae} of {self.total_features} features "
+                f"({some})."
+            )
+        return self.feature_ids.index(name)
 
     @cached_property
     def digest(self) -> str:
@@ -140,6 +178,8 @@ class Sae:
             getattr(self.activation, "k", None),
             getattr(self.activation, "rectified", None),
         ]
+        if self.is_partial:
+            fields += [self.feature_ids, self.total_features]
         state.update(repr(fields).encode())
         parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
         for tensor in [*parts, *self.activation.tensors().values()]:
@@ -244,6 +284,22 @@ def _view(view: Any, spread: Any) -> tuple[str, str | None]:
     if view != "read" and spread is not None:
         raise SaeError(f"spread is {quoted(spread)}, but only view 'read' has a spread. Leave it out.")
     return view, spread
+
+
+def _feature_ids(ids: Any, rows: int, total: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    checked = tuple(ids)
+    if as_int(total) is None or len(checked) != rows or len(set(checked)) != rows:
+        raise SaeError(
+            f"{rows} rows have {len(set(checked))} different features of {quoted(total)}, expected one for each row."
+        )
+    for feature in checked:
+        if as_int(feature) is None or not 0 <= feature < total:
+            raise SaeError(
+                f"there is a row of feature {quoted(feature)}, expected numbers from 0 to {total - 1}."
+            )
+    return checked
 
 
 def _labels(labels: Any, features: int) -> Mapping[int, str]:

@@ -250,7 +250,8 @@ def check_together(edits: Sequence[ResolvedSae]) -> None:
         for written in sorted(edit.writes()):
             if written in seen:
                 _, (hook, layer), feature, phase = written
-                what = f"feature {feature}" if feature >= 0 else "the whole row"
+                sae = edit.module.saes[hook, layer]
+                what = f"feature {sae.feature_id(feature)}" if feature >= 0 else "the whole row"
                 raise SaeError(
                     f"two edits set {what} of {quoted(edit.module.name)} at {hook}[{layer}] in {phase}, and only one "
                     "can hold. Join them, or give them different phases."

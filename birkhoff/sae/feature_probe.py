@@ -107,7 +107,8 @@ def active_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
                 feature = index if feature_of is None else feature_of[index]
                 if value != 0:
                     label = sae.labels.get(feature)
-                    features.append(Feature(feature, value, label, stream if per_token > 1 else None))
+                    number = sae.feature_id(feature)
+                    features.append(Feature(number, value, label, stream if per_token > 1 else None))
         features.sort(key=lambda hit: (-hit.activation, hit.feature))
         result.append(features[: probe.k])
     return result

@@ -29,6 +29,7 @@ class Peak:
 
 class FeatureBook:
     def __init__(self, sae: Sae, contexts: int = 8):
+        sae.check_whole("a summary of features")
         self._sae = sae
         self.contexts = contexts
         self.rows = 0

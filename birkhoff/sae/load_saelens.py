@@ -78,6 +78,7 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def save_saelens(sae: Sae, path: Path) -> None:
+    sae.check_whole("SAELens' layout")
     kind = sae.activation.name
     if isinstance(sae.activation, TopK) and not sae.activation.rectified:
         raise SaeError(
@@ -137,7 +138,7 @@ def save_labels(sae: Sae, path: Path) -> None:
     """Write the labels of a dictionary of any layout; without labels there is no file."""
     (path / LABELS).unlink(missing_ok=True)
     if sae.labels:
-        labels = {str(feature): label for feature, label in sorted(sae.labels.items())}
+        labels = {str(sae.feature_id(row)): label for row, label in sorted(sae.labels.items())}
         (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

@@ -55,7 +55,9 @@ class Attached:
             "name": self.name,
             "kind": self.kind,
             "sites": [f"{hook}[{layer}]" for hook, layer in self.saes],
-            "features": None if self.features is None else sorted(self.features),
+            "features": None
+            if self.features is None
+            else sorted(next(iter(self.saes.values())).feature_id(row) for row in self.features),
             "live": self.live,
             "bytes": sum(host.num_bytes for host in self.hosts.values()),
         }
@@ -251,8 +253,10 @@ class SaeRegistry:
                 name = next(
                     (m.name for m in self._modules.values() if m.order == order), "a module that is leaving"
                 )
+                sae = self._modules[name].saes.get((hook, layer)) if name in self._modules else None
+                number = feature if sae is None or feature < 0 else sae.feature_id(feature)
                 raise SaeError(
-                    f"a running request already sets feature {feature} of {name} at {hook}[{layer}] in {phase}. "
+                    f"a running request already sets feature {number} of {name} at {hook}[{layer}] in {phase}. "
                     "Wait until it has ended, or leave that feature to requests."
                 )
 
@@ -268,6 +272,8 @@ class SaeRegistry:
             raise SaeError(
                 f"got {quoted(saes)}, expected an Sae or a list of them. Read one with Sae.load(path)."
             )
+        for sae in checked if kind == "full" else ():
+            sae.check_whole(f"kind 'full' of {quoted(name)}")
         return checked
 
     def _site(self, sae: Sae) -> Key:

@@ -5,17 +5,19 @@
     layer_{i}_{hook}.safetensors: encoder_weight, encoder_bias, decoder_weight [F, d]; decoder_bias; threshold, scale,
      shift, x_max if it has them
 
-`view` defaults to "single". `activation_params` holds `k` and `rectified` of top-k dictionaries.
+`view` defaults to "single". `activation_params` holds `k` and `rectified` of top-k dictionaries. Directories of vLLM's
+SAE steering have the same layout; theirs may name a `kind` and hold the rows of `clampable_features` only.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from birkhoff.errors import SaeError, SaeFileError, quoted
@@ -35,43 +37,73 @@ _FIELDS = (
     "view",
     "spread",
 )
+_VLLM_FIELDS = ("kind", "weights_uri")
+MODULE_KINDS = {"sae_delta": "delta", "sae_full_reconstruction": "full"}
 
 
 def load_manifest(path: Path) -> list[Sae]:
     """One dictionary per site, all of the same shape."""
-    manifest = read_json(path / MANIFEST, MANIFEST_BYTES)
-    where = path / MANIFEST
-    unknown = sorted(set(manifest) - {*_FIELDS, "metadata"})
+    return parse_manifest(
+        read_json(path / MANIFEST, MANIFEST_BYTES),
+        lambda layer, hook: read_tensors(path / f"layer_{layer}_{hook}.safetensors"),
+        str(path / MANIFEST),
+        read_labels(path),
+    )
+
+
+def parse_manifest(
+    manifest: Mapping[str, Any],
+    read: Callable[[int, str], Mapping[str, torch.Tensor]],
+    where: str,
+    labels: Mapping[int, str] | None = None,
+) -> list[Sae]:
+    """The dictionaries of a manifest. `read` returns the tensors of a site; `where` names the manifest in errors.
+
+    Files of vLLM's SAE steering may have the rows of `clampable_features` only, in the order of that list."""
+    unknown = sorted(set(manifest) - {*_FIELDS, *_VLLM_FIELDS, "metadata"})
     missing = [name for name in (*_FIELDS[:3], "layers") if name not in manifest]
     if unknown or missing:
         problem = f"has the unknown field {quoted(unknown[0])}" if unknown else f"lacks {', '.join(missing)}"
-        raise SaeFileError(f"{where} {problem}; a manifest has {', '.join(_FIELDS)}.")
+        raise SaeFileError(f"{where} {problem}; a manifest has {', '.join((*_FIELDS, *_VLLM_FIELDS))}.")
+    if manifest.get("kind") not in (None, *MODULE_KINDS):
+        raise SaeFileError(
+            f"{where}: kind is {quoted(manifest['kind'])}, expected one of {', '.join(MODULE_KINDS)}."
+        )
     layers = manifest["layers"]
-    options = manifest.get("activation_params") or {}
-    if not isinstance(layers, list) or not layers or not all(_is_site(site) for site in layers):
+    options = dict(manifest.get("activation_params") or {})
+    if not isinstance(layers, (list, tuple)) or not layers or not all(_is_site(site) for site in layers):
         raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
-    if not isinstance(options, dict) or not set(options) <= {"k", "rectified", "threshold"}:
+    if not set(options) <= {"k", "rectified", "threshold"}:
         raise SaeFileError(
             f"{where}: activation_params is {quoted(options)}, expected k, rectified or threshold."
         )
-    labels = read_labels(path)
+    if isinstance(options.get("k"), float) and options["k"].is_integer():
+        options["k"] = int(options["k"])  # vLLM's manifests hold floats
+    clampable = _clampable(manifest, where)
     saes = []
     for layer, hook in layers:
-        file = path / f"layer_{layer}_{hook}.safetensors"
-        tensors = read_tensors(file)
-        missing = [
-            name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors
-        ]
-        if missing:
-            raise SaeFileError(f"{file} lacks {', '.join(missing)}.")
+        site = f"the site {hook}[{layer}] of {where}"
+        tensors = read(layer, hook)
+        lacks = [name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors]
+        if lacks:
+            raise SaeFileError(f"{site} lacks {', '.join(lacks)}.")
         shape = tuple(tensors["encoder_weight"].shape)
-        if shape != (manifest["d_sae"], manifest["d_model"]):
-            raise SaeFileError(
-                f"{file}: the encoder is {shape}, the manifest says ({manifest['d_sae']}, {manifest['d_model']})."
+        rows, whole = shape[0] if shape else 0, (manifest["d_sae"], manifest["d_model"])
+        partial = clampable is not None and rows == len(clampable) != whole[0]
+        if shape != (len(clampable) if partial and clampable else whole[0], whole[1]):
+            or_rows = (
+                "" if clampable is None else f", or ({len(clampable)}, {whole[1]}) for clampable_features"
             )
+            raise SaeFileError(f"{site}: the encoder is {shape}, the manifest says {whole}{or_rows}.")
         optional: dict[str, Any] = {
             name: tensors[name] for name in ("scale", "shift", "threshold", "x_max") if name in tensors
         }
+        ids = list(clampable) if partial and clampable else None
+        names: Mapping[int, str] = labels or {}
+        if ids is not None:
+            names = {row: names[feature] for row, feature in enumerate(ids) if feature in names}
+            if "k" in options:
+                optional["k"] = min(options["k"], rows)  # the k largest of the rows there are
         saes.append(
             Sae(
                 tensors["encoder_weight"],
@@ -83,12 +115,21 @@ def load_manifest(path: Path) -> list[Sae]:
                 layer=layer,
                 view=manifest.get("view", "single"),
                 spread=manifest.get("spread"),
-                labels=labels,
+                labels=names,
                 metadata=manifest.get("metadata"),
+                feature_ids=ids,
+                total_features=manifest["d_sae"] if ids is not None else None,
                 **(options | optional),
             )
         )
     return saes
+
+
+def module_kind(path: Path) -> str | None:
+    """The kind of attachment that the manifest at `path` asks for: "delta" or "full"; None if there is none."""
+    file = path / MANIFEST
+    kind = read_json(file, MANIFEST_BYTES).get("kind") if file.is_file() else None
+    return MODULE_KINDS.get(kind) if isinstance(kind, str) else None
 
 
 def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | None = None) -> None:
@@ -107,6 +148,8 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
             sae.view,
             sae.spread,
             dict(sae.labels),
+            sae.feature_ids,
+            sae.total_features,
         )
 
     for sae in saes:
@@ -122,7 +165,7 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
     options = {"k": top.k, "rectified": top.rectified} if isinstance(top, TopK) else {}
     manifest: dict[str, Any] = {
         "d_model": first.d_model,
-        "d_sae": first.d_sae,
+        "d_sae": first.total_features,
         "activation": first.activation.name,
         "activation_params": options,
         "layers": [[sae.layer, sae.hook] for sae in saes],
@@ -130,7 +173,9 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
     }
     if first.spread is not None:
         manifest["spread"] = first.spread
-    if clampable is not None:
+    if first.feature_ids is not None:
+        manifest["clampable_features"] = list(first.feature_ids)
+    elif clampable is not None:
         manifest["clampable_features"] = sorted(clampable)
     if first.metadata:
         manifest["metadata"] = first.metadata
@@ -152,23 +197,25 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
 
 def clampable_features(path: Path) -> list[int] | None:
     """The features that a manifest allows to be clamped; None if it has no such list."""
-    features = (
-        read_json(path / MANIFEST, MANIFEST_BYTES).get("clampable_features")
+    return (
+        _clampable(read_json(path / MANIFEST, MANIFEST_BYTES), str(path / MANIFEST))
         if (path / MANIFEST).is_file()
         else None
     )
+
+
+def _clampable(manifest: Mapping[str, Any], where: str) -> list[int] | None:
+    features = manifest.get("clampable_features")
     if features is None:
         return None
     if not isinstance(features, list) or any(type(feature) is not int for feature in features):
-        raise SaeFileError(
-            f"{path / MANIFEST}: clampable_features is {quoted(features)}, expected a list of numbers."
-        )
+        raise SaeFileError(f"{where}: clampable_features is {quoted(features)}, expected a list of numbers.")
     return features
 
 
 def _is_site(site: Any) -> bool:
     return (
-        isinstance(site, list)
+        isinstance(site, (list, tuple))
         and len(site) == 2
         and type(site[0]) is int
         and site[0] >= 0

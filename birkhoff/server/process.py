@@ -20,6 +20,7 @@ from birkhoff.api.engine import Engine
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.consumer_registry import build_consumer
 from birkhoff.errors import OptionError
+from birkhoff.sae.sae_manifest import module_kind
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app
 from birkhoff.server.async_engine import AsyncEngine
@@ -117,17 +118,21 @@ def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine
         raise
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
-    engine.modules.update(modules)
+    for name, module in modules.items():
+        if isinstance(module, Path):
+            engine.attach(name, module, module_kind(module) or "delta")
+        else:
+            engine.modules[name] = module
     attach_saes(settings, engine)
     return engine
 
 
 def _read_module(text: str) -> tuple[str, Any]:
-    """Name and content of `[NAME=]FILE`; without a name it is the file's."""
+    """Name and content of `[NAME=]PATH`; without a name it is the file's. The directory of an SAE stays a path."""
     name, equals, path = text.partition("=")
-    if equals and not Path(text).exists():
-        return name, load_module(path)
-    return Path(text).stem, load_module(text)
+    if not equals or Path(text).exists():
+        name, path = Path(text).stem, text
+    return name, Path(path) if Path(path).is_dir() else load_module(path)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

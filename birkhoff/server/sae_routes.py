@@ -18,7 +18,7 @@ from starlette.responses import Response
 from birkhoff.analysis.sae_features import FILE
 from birkhoff.api.engine import Engine
 from birkhoff.embedded import shipped_dictionary
-from birkhoff.errors import quoted
+from birkhoff.errors import SaeError, quoted
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
@@ -90,7 +90,8 @@ class SaeRoutes:
                         "hook": hook,
                         "layer": layer,
                         "view": sae.view,
-                        "d_sae": sae.d_sae,
+                        "d_sae": sae.total_features,
+                        "stored_features": sae.d_sae,
                         "labels": len(sae.labels),
                     }
                 )
@@ -123,14 +124,14 @@ class SaeRoutes:
         """Label, statistics and example contexts of one feature, and the logits of its decoder direction."""
         (hook, layer), dictionary = next(iter(self._module(sae).saes.items()))
         is_number = feature.isascii() and feature.isdecimal() and len(feature) < 10
-        index = int(feature) if is_number else dictionary.d_sae
-        if index >= dictionary.d_sae:
-            raise ApiError(
-                404, f"this dictionary has features 0..{dictionary.d_sae - 1}.", code="feature-unknown"
-            )
+        number = int(feature) if is_number else dictionary.total_features
+        try:
+            index = dictionary.feature(number)
+        except SaeError as error:
+            raise ApiError(404, str(error), code="feature-unknown") from None
         fields: dict[str, Any] = {
             "sae": sae,
-            "feature": index,
+            "feature": number,
             "hook": hook,
             "layer": layer,
             "label": dictionary.labels.get(index),
@@ -138,7 +139,7 @@ class SaeRoutes:
         if dictionary.x_max is not None:
             fields["x_max"] = float(dictionary.x_max[index])
         fields |= await asyncio.to_thread(self._decoder_logits, dictionary, index)
-        fields |= await asyncio.to_thread(self._summary, sae, index)
+        fields |= await asyncio.to_thread(self._summary, sae, number)
         return json_response(fields)
 
     def _summary(self, sae: str, index: int) -> dict[str, Any]:

@@ -64,12 +64,14 @@ class ServerSettings:
         EngineOptions.capture_spill_max_bytes, help_text(EngineOptions, "capture_spill_max_bytes")
     )
     steering_modules: tuple[str, ...] = setting(
-        (), "[NAME=]FILE of a steering vector (.safetensors) or tiers (.json) to register; repeatable."
+        (),
+        "[NAME=]PATH of a vector (.safetensors), tiers (.json) or an SAE directory to register; repeatable.",
     )
     sae: tuple[str, ...] = setting((), "NAME=PATH of an SAE to attach at start; repeatable.")
     sae_full: tuple[str, ...] = setting(
         (), "NAME=PATH of an SAE whose reconstruction may replace activations; repeatable."
     )
+    sae_root: str = setting("", "Directory whose SAEs calls may register by path.")
     max_queue: int = setting(32, "Maximum number of waiting requests; more are refused with 429.")
     max_connections: int = setting(64, "Maximum number of open connections.")
     max_choices: int = setting(8, "Maximum number of choices (n) per call.")

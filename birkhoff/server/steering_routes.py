@@ -7,6 +7,7 @@ applied. Running requests keep the edits they started with.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,12 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.errors import quoted
+from birkhoff.sae.sae_manifest import MODULE_KINDS
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import StrictBody
 from birkhoff.server.fields import ModuleName, Name
 from birkhoff.server.global_steering import GlobalSteering, GlobalSteeringBody, TargetBody, TierFields
 from birkhoff.server.middleware import find_key
 from birkhoff.server.reply import json_response
+from birkhoff.server.sae_modules import SaeFields, read_saes
 from birkhoff.server.server_settings import ServerSettings, is_loopback
 from birkhoff.steering.tiers import SteeringModule
 from birkhoff.steering.vector import Vector
@@ -36,14 +39,14 @@ def request_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
     return engine.request_edits_from_json(fields) if fields else None
 
 
-class ModuleBody(TierFields):
-    """A module to register: one `vector`, or tiers of any hooks, layers, phases and scales.
+class ModuleBody(TierFields, SaeFields):
+    """A module to register: one `vector`, tiers of any hooks, layers, phases and scales, or an SAE.
 
     A name that is taken needs `replace` beside `vector`. Tiers replace it, as on vLLM steering servers, unless
     `replace` is false."""
 
     name: ModuleName
-    kind: Literal["additive"] = "additive"
+    kind: Literal["additive", "sae_delta", "sae_full_reconstruction"] = "additive"
     vector: dict[str, Any] | Annotated[list[float], Field(max_length=1 << 20)] | None = None
     replace: bool | None = None
 
@@ -99,6 +102,11 @@ class SteeringRoutes:
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, ModuleBody, self._context.settings.max_upload_bytes)
         engine = self._context.engine
+        if body.kind != "additive":
+            return json_response(await asyncio.to_thread(self._register_sae, body))
+        if body.sae_manifest is not None or body.sae_weights is not None:
+            given = "sae_weights" if body.sae_manifest is None else "sae_manifest"
+            raise bad_request(f"{given} is for the kinds sae_delta and sae_full_reconstruction.", given)
         may_replace = bool(body.tiers) if body.replace is None else body.replace
         if body.name in engine.modules and not may_replace:
             raise ApiError(
@@ -115,10 +123,32 @@ class SteeringRoutes:
             {"status": "ok", "spelling": spelling, **reply, "modules": sorted(engine.modules)}
         )
 
+    def _register_sae(self, body: ModuleBody) -> dict[str, Any]:
+        engine = self._context.engine
+        if body.tiers or body.vector is not None:
+            given = next(iter(body.tiers), "vector")
+            raise bad_request(f"{given} is for the kind additive.", given)
+        if body.name in engine.modules:
+            raise ApiError(409, "a vector has this name.", code="module-taken", param="name")
+        saes, features = read_saes(body, self._context.settings.sae_root)
+        replace = body.name in engine.saes.registry and body.replace is not False
+        engine.attach(body.name, saes, MODULE_KINDS[body.kind], features, replace)
+        module = engine.saes.registry[body.name].describe()
+        return {
+            "status": "ok",
+            **module,
+            "name": body.name,
+            "kind": body.kind,
+            "modules": sorted([*engine.modules, *engine.saes.registry]),
+        }
+
     async def unregister(self, http: HttpRequest) -> Response:
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, UnregisterBody)
         engine = self._context.engine
+        if body.name in engine.saes.registry and body.name not in engine.modules:
+            engine.detach(body.name, drain=True)  # running requests keep it
+            return json_response({"status": "ok", "name": body.name, "registered": False})
         if body.name not in engine.modules:
             raise ApiError(
                 404, f"there is no module named {quoted(body.name)}.", code="module-unknown", param="name"

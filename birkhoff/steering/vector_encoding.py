@@ -71,6 +71,16 @@ def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
     return _vector(_numbers(raw, (_size(shape[0], f"{path}.shape[0]"),), path), path)
 
 
+def unpacked_array(raw: Any, path: str) -> np.ndarray[Any, Any]:
+    """A packed array of any shape: `{"dtype", "shape", "data"}`."""
+    if not isinstance(raw, Mapping) or set(raw) != {"dtype", "shape", "data"}:
+        raise SteeringError(f"is {quoted(raw)}, expected an object with dtype, shape and data.", path)
+    if not is_list(raw["shape"]) or not 1 <= len(raw["shape"]) <= 2:
+        raise SteeringError(f"is {quoted(raw['shape'])}, expected one or two sizes.", f"{path}.shape")
+    shape = tuple(_size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(raw["shape"]))
+    return _numbers(raw, shape, path)
+
+
 def layer_number(key: Any, path: str) -> int:
     """Parse a layer that is the key of an object; negative layers count from the end."""
     layer = as_int(key)

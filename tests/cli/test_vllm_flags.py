@@ -15,7 +15,7 @@ def test_a_command_line_of_the_fork():
         "serve google/gemma-3-4b-it --enable-steering --max-steering-configs 4 "
         "--steering-modules creativity=/path/to/creativity.json safety=/path/to/safety.json "
         "--steering-api-key primary-key --steering-api-key rotation-key "
-        "--capture-consumers filesystem:root=/mnt/nas/activations --capture-consumers logging "
+        "--capture-consumers filesystem:root=captures --capture-consumers logging "
         "--capture-overload-policy block --capture_spill_max_bytes=0 "
         "--steering-config.max_clamp_directions=4 --sae-spare-slot-sites 2:mlp_out 3:mlp_out "
         "--max-model-len 512 --served-model-name a --no-enable-prefix-caching -tp 1 --port 9"
@@ -25,7 +25,7 @@ def test_a_command_line_of_the_fork():
         == (
             "serve --model google/gemma-3-4b-it --steering-modules creativity=/path/to/creativity.json "
             "--steering-modules safety=/path/to/safety.json --steering-api-key primary-key "
-            "--steering-api-key rotation-key --capture-consumers filesystem:root=/mnt/nas/activations "
+            "--steering-api-key rotation-key --capture-consumers filesystem:root=captures "
             "--capture-consumers logging --capture-overload-policy block --capture-spill-max-bytes=0 "
             "--max-context 512 --served-name a --no-prefix-cache --port 9"
         ).split()

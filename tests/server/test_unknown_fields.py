@@ -56,7 +56,10 @@ def test_every_declared_field_is_read():
         }
     read.add("strict")  # of a JSON schema: it is always followed
     steering = set(app.GlobalSteeringBody.model_fields)  # read through `steering_fields` and `tiers`
+    passed_on = {"SaeManifestBody"}  # its fields are checked by the parser of manifests
     for model in models():
+        if model.__name__ in passed_on:
+            continue
         unread = set(model.model_fields) - read - steering
         assert not unread, (model.__name__, unread)
 

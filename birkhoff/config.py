@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from birkhoff.errors import ConfigError, UnsupportedModel
 from birkhoff.small_file import read_json
@@ -37,6 +37,30 @@ _HARMLESS = frozenset(
     mlp_bias
     """.split()
 )
+
+
+class ModelConfig(Protocol):
+    """What requests and analyses need to know of any model, whichever engine runs it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that text is encoded after, None if there is none."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ FLOORS = [
     "model mhc",
     "decode",
     "engine capture steering sae text weights",
-    "planning",
+    "planning hf",
     "output",
     "analysis",
     "api",
@@ -48,6 +48,7 @@ CORE = {
 }  # third-party packages allowed up to api
 COMPILERS = {"numba", "triton"}  # optional for kernels
 OPTIONAL = {
+    "hf": {"transformers"},
     "kernels": COMPILERS,
     "weights": {"gguf"},
     "hf_hub": {"huggingface_hub"},

@@ -62,7 +62,7 @@ def attention(
         raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
     ids = ids[: position % len(ids) + 1]  # attention is causal: later tokens have no effect
     trace = engine.trace(ids, hooks=["pre_attn"], steer=steer)
-    model, tokens = engine.model, torch.tensor(ids, device=engine.model.embed.device)
+    model, tokens = engine.v4_model, torch.tensor(ids, device=engine.model.embed.device)
     with torch.no_grad():
         return [
             layer_readout(block, trace["pre_attn", layer], tokens, model.rope, len(ids) - 1)
@@ -74,7 +74,7 @@ def attention(
 def attention_masses(engine: Engine, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
     """Return [layers, T, 3]: attention mass on the window, on compressed entries and on the sink, for every token."""
     trace = engine.trace(token_ids, hooks=["pre_attn"], steer=steer)
-    model, tokens = engine.model, torch.tensor(list(token_ids), device=engine.model.embed.device)
+    model, tokens = engine.v4_model, torch.tensor(list(token_ids), device=engine.model.embed.device)
     with torch.no_grad():
         masses = [
             layer_masses(block, trace["pre_attn", layer], tokens, model.rope)

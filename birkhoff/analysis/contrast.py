@@ -144,7 +144,7 @@ def vector_of(
         normalised=how == "pca" and streams is None,
         model=model,
         model_revision=revision,
-        quant=str(engine.config.expert_dtype or "none"),
+        quant=str(getattr(engine.config, "expert_dtype", None) or "none"),
         method=how,
         n_pairs=pairs,
         note=note,

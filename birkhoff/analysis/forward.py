@@ -28,7 +28,7 @@ def edit_tap(engine: Engine, steer: Any, ids: Sequence[int], first: tuple[Edit, 
     """Return the tap of a forward pass over these tokens: the edits in `first`, then those of `steer`."""
     edits = engine.resolve(steer, ids, 1)
     span = Span(Plan(edits=(*first, *edits)), 0, 0, ids, len(ids))
-    return arm(StepStaging(engine.model.embed.device), [span]) or NoTap()
+    return arm(StepStaging(engine.model.device), [span]) or NoTap()
 
 
 def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], steer: Any) -> Trace:
@@ -42,7 +42,7 @@ def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], 
             tensors[site.name, layer] = tensor.detach().clone()
 
     with torch.no_grad():
-        tokens = torch.tensor(ids, device=engine.model.embed.device)
+        tokens = torch.tensor(ids, device=engine.model.device)
         logits = engine.model(tokens, RecordingTap(edit_tap(engine, steer, ids), record))
     return Trace(logits, tensors)
 
@@ -54,7 +54,7 @@ def features(
     probe, plan, sae = engine.saes.probe(name, k, at)
     ids = engine.prompt_ids(prompt)
     with torch.no_grad():
-        tokens = torch.tensor(ids, device=engine.model.embed.device)
+        tokens = torch.tensor(ids, device=engine.model.device)
         engine.model(tokens, edit_tap(engine, steer, ids, (plan,)))
     return active_features(probe, sae, len(ids))
 

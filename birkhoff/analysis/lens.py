@@ -1,20 +1,20 @@
-"""Logit lens for a model with several residual streams: the prediction if the model ended at a given depth.
+"""Logit lens: the prediction if the model ended at a given depth.
 
 A depth is a position between layers: 0 is the embedding, `l` the output of layer `l - 1`, the last is the input of
 the head. At every depth the final norm and the head are applied to one stream (`of=2`), to the mean of the streams
 (`of="mean"`), or to the model's own stream merge (`of="head"`), which at the last depth equals the model's output bit
-for bit. Logits are computed on request, because those of all depths of a large model do not fit in memory.
+for bit. An ordinary model has one residual, and "head" is its only view. Logits are computed on request, because
+those of all depths of a large model do not fit in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from birkhoff.errors import OptionError, SiteError, quoted
-from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import as_int
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ View = int | str  # a stream index, "mean" or "head"
 class Lens:
     """Residual streams of a text at every depth, [T, streams, d], or [T, d] without `per_stream`."""
 
-    def __init__(
-        self, model: Transformer, token_ids: list[int], residuals: list[torch.Tensor], per_stream: bool
-    ):
+    def __init__(self, model: Any, token_ids: list[int], residuals: list[torch.Tensor], per_stream: bool):
         self._model = model
         self.token_ids = token_ids
         self._residuals = residuals
@@ -65,7 +63,8 @@ class Lens:
                 single = residual.mean(1)
             else:
                 single = model.hc_head(residual)[0] if self.per_stream else residual
-            return model.logits(model.norm(single))
+            logits: torch.Tensor = model.logits(model.norm(single))
+            return logits
 
     def surprise(self, depth: int, of: View = "head") -> torch.Tensor:
         """Return the loss of each next token at a depth, [T] in nats; NaN for the last token, which has none."""
@@ -89,11 +88,16 @@ def compute_lens(
     engine: Engine, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None
 ) -> Lens:
     """Run the text once and keep its residual streams at every depth; without `per_stream` only their merge."""
-    trace = engine.trace(token_ids, hooks=["mhc_streams_pre_attn", "mhc_streams_final"], steer=steer)
     last = engine.config.num_hidden_layers - 1
+    ids = [int(token) for token in token_ids]
+    if engine.num_streams is None:
+        trace = engine.trace(token_ids, hooks=["pre_attn", "final_hidden"], steer=steer)
+        residuals = [trace["pre_attn", layer] for layer in range(last + 1)]
+        return Lens(engine.model, ids, [*residuals, trace["final_hidden", last]], per_stream=False)
+    trace = engine.trace(token_ids, hooks=["mhc_streams_pre_attn", "mhc_streams_final"], steer=steer)
     streams = [trace["mhc_streams_pre_attn", layer] for layer in range(last + 1)]
     streams.append(trace["mhc_streams_final", last])
-    model = engine.model
+    model = engine.v4_model
     with torch.no_grad():
         residuals = streams if per_stream else [model.hc_head(each)[0] for each in streams]
-    return Lens(model, [int(token) for token in token_ids], residuals, per_stream)
+    return Lens(model, ids, residuals, per_stream)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from birkhoff.atomic_file import write_atomic
+from birkhoff.engine.language_model import LanguageModel
 from birkhoff.errors import CaptureSettings
-from birkhoff.model.transformer import Transformer
 from birkhoff.small_file import MANIFEST_BYTES, read_json
 
 NAME = "harvest.json"
@@ -73,14 +73,14 @@ def environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
 
 
-def model_digest(model: Transformer) -> str:
+def model_digest(model: LanguageModel) -> str:
     """Return a 128-bit digest of every weight's name, shape, dtype and a sample of its values, as hex."""
     digest = hashlib.sha256()
-    for destination in model.destinations():
-        tensor = destination.tensor.detach()
+    for name, weight in model.named_weights():
+        tensor = weight.detach()
         flat = tensor.reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)]
-        digest.update(f"{destination.name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 

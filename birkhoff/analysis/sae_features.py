@@ -37,7 +37,7 @@ def collect_features(
         )
     hook = captured_hook(sae.hook, sae.view)
     book = FeatureBook(sae, contexts)
-    rows_per_token = engine.config.hc_mult if sae.view == "per_stream" else 1
+    rows_per_token = (engine.num_streams or 1) if sae.view == "per_stream" else 1
     for ids in texts:
         rows = engine.trace(ids, [hook])[hook, sae.layer][skip:]
         book.add(
@@ -92,9 +92,9 @@ def promoted_tokens(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Te
         raise OptionError(f"tokens is {tokens}, expected 1 to {engine.config.vocab_size}.")
     model, rows = engine.model, sae.decoder
     if sae.view == "flat":
-        rows = rows.view(len(rows), engine.config.hc_mult, -1).mean(1)
+        rows = rows.view(len(rows), engine.num_streams or 1, -1).mean(1)
     with torch.no_grad():
-        directions = model.norm(rows.to(model.embed.device, model.numerics.dtype))
+        directions = model.norm(rows.to(model.device, model.dtype))
         logits = model.logits(directions).float().cpu()
     return logits.topk(tokens, dim=1).indices, (-logits).topk(tokens, dim=1).indices
 

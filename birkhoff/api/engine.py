@@ -26,15 +26,15 @@ from birkhoff.capture.sinks.dispatcher import Counters
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
 from birkhoff.capture.spec.request import Capture
-from birkhoff.config import V4Config
+from birkhoff.config import ModelConfig
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
-from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
+from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable, UnsupportedModel
 from birkhoff.hooks.plan import Edit, Plan, SiteRows
-from birkhoff.hooks.schema import HookSchema, schema_of
+from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.site_names import Address
 from birkhoff.model.transformer import Transformer
@@ -45,9 +45,8 @@ from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
-from birkhoff.text.chat import encode_chat
+from birkhoff.text.chat_format import ChatFormat
 from birkhoff.text.output_stream import ChatStream, TextStream
-from birkhoff.text.prompt_texts import PromptTexts
 from birkhoff.text.prompts import Prompt, check_ids, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
 
@@ -59,7 +58,7 @@ class Engine:
         self,
         core: EngineCore,
         tokenizer: Tokenizer | None,
-        literals: PromptTexts,
+        chat: ChatFormat | None,
         name: str = "",
         capture_root: str | Path | None = None,
         **capture_queues: Any,
@@ -67,13 +66,13 @@ class Engine:
         """`capture_queues` are options of the capture `Dispatcher`."""
         self._core = core
         self._tokenizer = tokenizer
-        self._literals = literals
+        self._chat = chat
         self.name = name
         self._planner = RequestPlanner(
             self.schema,
             self.config.num_hidden_layers,
             name,
-            self.model.embed.device,
+            self.model.device,
             identity=self.identity,
             capture_root=capture_root,
             **capture_queues,
@@ -83,17 +82,35 @@ class Engine:
         self.saes = self._planner.saes
 
     @property
-    def model(self) -> Transformer:
-        """The differentiable model itself, for gradients and attribution: `engine.model(token_ids)`."""
+    def model(self) -> Any:
+        """The differentiable model itself, for gradients and attribution: `engine.model(token_ids)`. A `Transformer`
+        for DeepSeek-V4, an `HfModel` for a model that runs through Transformers."""
         return self._core.model
+
+    @property
+    def v4_model(self) -> Transformer:
+        """The model, if it is DeepSeek-V4; otherwise raises `UnsupportedModel`."""
+        model = self._core.model
+        if not isinstance(model, Transformer):
+            raise UnsupportedModel(
+                f"{self.name} is no DeepSeek-V4: it has no hyper-connections, compressed attention or signals of them. "
+                f"Its hooks are {', '.join(self.schema)}."
+            )
+        return model
+
+    @property
+    def num_streams(self) -> int | None:
+        """Residual streams of DeepSeek-V4; None for an ordinary model, which has one residual."""
+        streams = self.schema.get("mhc_streams_final")
+        return None if streams is None else streams.logical_shape[0]
 
     def identity(self) -> tuple[str, str]:
         """The model's name and a 128-bit digest of its weights."""
         return self.name, model_digest(self.model)
 
     @property
-    def config(self) -> V4Config:
-        return self.model.config
+    def config(self) -> ModelConfig:
+        return self._core.model.config
 
     @property
     def max_context(self) -> int:
@@ -101,7 +118,7 @@ class Engine:
 
     @property
     def schema(self) -> dict[str, HookSchema]:
-        return schema_of(self.config, dtype_name(self.model.numerics.dtype))
+        return self._core.model.schema
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -115,7 +132,7 @@ class Engine:
     def logits(self, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
         """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler."""
         self._core.check_open()
-        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
+        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.device)
         with torch.no_grad():  # not inference mode: the result may be trained on and written to
             logits: torch.Tensor = self.model(ids, edit_tap(self, steer, ids.tolist()))
             return logits
@@ -268,16 +285,25 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Encode a conversation with the V4 chat format; returns the token ids of the prompt."""
-        return encode_chat(
-            messages,
-            self.tokenizer,
-            self._literals,
-            thinking=thinking,
-            effort=effort,
-            tools=tools,
-            response_format=response_format,
+        """Encode a conversation with the model's chat format; returns the token ids of the prompt."""
+        return self._chat_format.encode(
+            messages, thinking=thinking, effort=effort, tools=tools, response_format=response_format
         )
+
+    def chat_stream(
+        self, stops: Sequence[str] = (), *, thinking: bool = False, min_tokens: int = 0
+    ) -> ChatStream:
+        """A parser of one answer in the model's chat format."""
+        return self._chat_format.stream(stops, thinking=thinking, min_tokens=min_tokens)
+
+    @property
+    def _chat_format(self) -> ChatFormat:
+        if self._chat is None:
+            self.tokenizer  # noqa: B018  raises the error that names the missing file
+            raise TextUnavailable(
+                f"{self.name} has no chat template, so it cannot be talked to. Use generate with a plain prompt."
+            )
+        return self._chat
 
     @signature_of(SamplingParams)
     def chat(
@@ -294,7 +320,7 @@ class Engine:
         baseline: bool = False,
         **sampling: Unpack[SamplingKwargs],
     ) -> Any:
-        """`generate` through the V4 chat format; `output.message` separates reasoning, content and tool calls."""
+        """`generate` through the model's chat format; `output.message` separates reasoning, content and tool calls."""
         resolved = _Sampling.of(params, sampling)
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
         return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline)
@@ -398,13 +424,11 @@ class Engine:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything besides weights and text that determines the bits of an activation row."""
-        numerics = self.model.numerics
         scheduler = self._core.scheduler
         return {
-            "device": self.model.embed.device.type,
-            "dtype": dtype_name(numerics.dtype),
-            "numerics": "released" if numerics.released else "plain",
-            "kernels": numerics.kernels.name,
+            "device": self.model.device.type,
+            "dtype": dtype_name(self.model.dtype),
+            **self.model.settings,
             "batch_invariant": scheduler.batch_invariant,
             "max_requests": self.max_requests,
             "max_batch_tokens": scheduler.max_batch_tokens,
@@ -556,12 +580,14 @@ class Engine:
         if params.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file
         seed = seed_for(params)
+        if signals is not None:
+            self.v4_model  # noqa: B018  signals summarise its streams
         names = () if signals is None else check_signals(signals, self.modules, self.config.hidden_size)
         edits = self.resolve(steer, ids, max_tokens)
 
         def plan(choice: int) -> Plan | None:
             tail = suffix if params.n == 1 else f"{suffix}-{choice}"
-            measured = signal_jobs(self.model, names, self.modules) if names else None
+            measured = signal_jobs(self.v4_model, names, self.modules) if names else None
             return self._planner.plan(
                 ids,
                 max_tokens,
@@ -592,7 +618,7 @@ class Engine:
             return None
         if thinking is None:
             return TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
-        return ChatStream(self._tokenizer, params.stop, thinking=thinking, min_tokens=params.min_tokens)
+        return self.chat_stream(params.stop, thinking=thinking, min_tokens=params.min_tokens)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; text is encoded after the begin-of-text token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Unpack
 
@@ -12,6 +12,7 @@ import torch
 
 from birkhoff.api.engine import Engine
 from birkhoff.api.options import (
+    OWN_ONLY,
     EngineKwargs,
     EngineOptions,
     PlacementOptions,
@@ -28,8 +29,10 @@ from birkhoff.engine.memory_plan import CachePlan, MemoryBudget, default_cache_b
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
-from birkhoff.errors import CapacityError, CheckpointError, OptionError
+from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
 from birkhoff.free_memory import free_host_bytes
+from birkhoff.hf.checkpoint import read_config, runs_here
+from birkhoff.hf.open_model import context_for, make_core, open_model
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
@@ -38,6 +41,7 @@ from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
 from birkhoff.offload.placement import Placement
+from birkhoff.text.chat_format import ChatFormat, V4Chat
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
@@ -82,7 +86,10 @@ def load(
     `EngineOptions` (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total)
     while weights are loaded. What was decided is printed to stderr."""
     chosen = EngineOptions.from_kwargs(options, **keywords)
-    checkpoint = open_checkpoint(_locate(model, chosen))
+    path = _locate(model, chosen)
+    if _runs_through_transformers(path, chosen):
+        return _load_with_transformers(model, path, chosen)
+    checkpoint = open_checkpoint(path)
     _check_context(chosen, checkpoint)
     run = _plan_run(chosen, checkpoint)
     network, placed = _build_model(chosen, checkpoint, run)
@@ -102,17 +109,8 @@ def load(
     _warm_up(core)
     _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
-    engine = Engine(
-        core,
-        tokenizer,
-        texts,
-        str(model),
-        chosen.capture_root,
-        overload_policy=chosen.capture_overload_policy,
-        queue_size=chosen.capture_dispatch_queue_size,
-        spill_dir=None if chosen.capture_spill_dir is None else str(chosen.capture_spill_dir),
-        spill_max_bytes=chosen.capture_spill_max_bytes,
-    )
+    chat = None if tokenizer is None else V4Chat(tokenizer, texts)
+    engine = _make_engine(core, tokenizer, chat, model, chosen)
     for name, vector in shipped_vectors(model).items():
         engine.modules[name] = vector
     return engine
@@ -136,6 +134,64 @@ def _locate(model: str | Path, options: EngineOptions) -> Path:
             "or org/name of the hub. Check the path."
         )
     return path
+
+
+def _runs_through_transformers(path: Path, options: EngineOptions) -> bool:
+    """Whether the checkpoint is for the backend transformers, by request or by its config."""
+    if options.backend == "transformers":
+        if not path.is_dir():
+            raise OptionError(
+                "backend is 'transformers', which reads checkpoint directories, and this is a file. Use 'auto'."
+            )
+        return True
+    if options.backend == "birkhoff" or not (path / "config.json").is_file():
+        return False
+    return runs_here(read_config(path))
+
+
+def _load_with_transformers(model: str | Path, path: Path, options: EngineOptions) -> Engine:
+    for each in fields(EngineOptions):
+        if each.name in OWN_ONLY and getattr(options, each.name) not in (each.default, False):
+            raise OptionError(
+                f"{each.name} is {quoted(getattr(options, each.name))}, an option of the backend birkhoff; this model "
+                "runs through transformers. Leave it out."
+            )
+    device = _select_device(options.device)
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    opened = open_model(path, device, _DTYPES.get(options.dtype, auto))
+    network = opened.model
+    cache_bytes = _free_bytes(device) // 4 if options.cache_bytes is None else options.cache_bytes
+    context = context_for(network, options.max_context, options.max_requests, cache_bytes)
+    core = make_core(
+        network, context, options.max_requests, options.max_batch_tokens, options.batch_invariant
+    )
+    print(
+        f"birkhoff: {model} ({network.family.title}) on {device} through transformers, {dtype_name(network.dtype)}, "
+        f"{network.settings['attention']} attention; {options.max_requests} requests of up to {context} tokens, "
+        f"cache_bytes {cache_bytes}",
+        file=sys.stderr,
+    )
+    return _make_engine(core, opened.tokenizer, opened.chat, model, options)
+
+
+def _make_engine(
+    core: EngineCore,
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat | None,
+    model: str | Path,
+    options: EngineOptions,
+) -> Engine:
+    return Engine(
+        core,
+        tokenizer,
+        chat,
+        str(model),
+        options.capture_root,
+        overload_policy=options.capture_overload_policy,
+        queue_size=options.capture_dispatch_queue_size,
+        spill_dir=None if options.capture_spill_dir is None else str(options.capture_spill_dir),
+        spill_max_bytes=options.capture_spill_max_bytes,
+    )
 
 
 def _check_context(options: EngineOptions, checkpoint: Checkpoint) -> None:

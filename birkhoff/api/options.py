@@ -22,12 +22,26 @@ from birkhoff.errors import OptionError, did_you_mean, quoted
 from birkhoff.option_checks import check_bool, check_choice, check_int
 
 DRAFT_DEPTHS = (1, 2, 3)
+BACKENDS = ("auto", "birkhoff", "transformers")
+# Options of our own model; a model that runs through Transformers refuses them.
+OWN_ONLY = (
+    "numerics",
+    "kernels",
+    "experts",
+    "gpu_memory",
+    "expert_counts",
+    "prefix_cache",
+    "speculative",
+    "context_root",
+    "context_bytes",
+)
 _AnyFunction = TypeVar("_AnyFunction", bound=Callable[..., Any])
 
 
 class EngineKwargs(TypedDict, total=False):
     """The fields of `EngineOptions` as keywords."""
 
+    backend: str
     device: str
     dtype: str
     numerics: str
@@ -57,6 +71,10 @@ class EngineKwargs(TypedDict, total=False):
 class EngineOptions:
     """Where and how a model runs, and how much memory it may use."""
 
+    backend: str = option(
+        "auto",
+        "What runs the model: birkhoff (DeepSeek-V4), transformers (docs/models.md), or auto: by the checkpoint.",
+    )
     device: str = option("auto", "Device to run on: auto, cpu or cuda.")
     dtype: str = option(
         "auto", "Compute dtype: auto (float32 on CPU, bfloat16 on CUDA), float32 or bfloat16."
@@ -132,6 +150,7 @@ class EngineOptions:
         if not isinstance(device, str) or not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", device):
             raise OptionError(f"device is {quoted(self.device)}, expected 'auto', 'cpu' or 'cuda'.")
         object.__setattr__(self, "device", device)
+        check_choice("backend", self.backend, BACKENDS)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_choice("numerics", self.numerics, ("plain", "released"))
         check_choice("kernels", self.kernels, ("auto", "reference", "triton"))

@@ -67,7 +67,7 @@ class KernelTimes:
     """Seconds of decode steps by batch size, and of one prefill chunk; measured with random tokens."""
 
     def __init__(self, core: EngineCore, context: int = 1024, rounds: int = 7):
-        graphs, model = core.runner.graphs, core.model
+        graphs, model = core.runner.graphs, core.runner.model
         assert graphs is not None, "this engine has no decode graphs"
         state, slot = core.runner.state, graphs.scratch_slot
         vocab_size = model.config.vocab_size
@@ -181,7 +181,7 @@ def measure(core: EngineCore, setting: GoodputSetting, rates: Sequence[float] = 
     the kernels could sustain."""
     kernels = KernelTimes(core)
     vocab_size = core.model.config.vocab_size
-    common = facts() | {"bench": "goodput", "layers": len(core.model.layers), **kernels.row()}
+    common = facts() | {"bench": "goodput", "layers": core.model.config.num_hidden_layers, **kernels.row()}
 
     def row(kind: str, requests: Sequence[Request], seconds: float, latencies: Latencies | None) -> Row:
         assert all(request.finish_reason == "length" for request in requests), "a request failed"

@@ -164,7 +164,7 @@ def bench_interp(
 def _measure(
     engine: birkhoff.Engine, setting: InterpSetting, folder: Path, model: str, progress: Progress | None
 ) -> Iterator[Row]:
-    config = engine.config
+    config = engine.v4_model.config
     prompts = torch.randint(
         config.vocab_size, (setting.batch, setting.prompt_tokens), generator=torch.Generator().manual_seed(0)
     )

@@ -71,7 +71,7 @@ def bench_model(
         path, model_name = checkpoint(model, folder)
         for dtype in setting.dtypes:
             with birkhoff.load(path, device="cpu", dtype=dtype, max_requests=1) as engine:
-                network, config = engine.model, engine.config
+                network, config = engine.v4_model, engine.v4_model.config
                 shape = {
                     "layers": config.num_hidden_layers,
                     "hidden": config.hidden_size,

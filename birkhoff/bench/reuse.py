@@ -299,8 +299,8 @@ def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, report: Callabl
 def _rows(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[], None]) -> Row:
     """CPU milliseconds of one step of 1 to 4 tokens of one sequence including their logits, and of drafting one token
     after 1 or 2 of them including its logits; the median over steps, the minimum over rounds."""
-    model = engine.model
-    state = State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
+    model = engine.v4_model
+    state = State.contiguous(model.config, 1, 128, lookback=3, mtp=True)
     ids = torch.randint(2, engine.config.vocab_size, (80,), generator=_seeded()).tolist()
     model.run(Batch.of([SequenceChunk(0, 0, ids[:64])]), state, NoTap())
     best: dict[str, float] = {}

@@ -83,7 +83,7 @@ def bench_steering(model: str | Path | None = None, setting: SteeringSetting | N
             common = {
                 "bench": "interp",
                 "model": name,
-                "shape": stream_shape(engine.config),
+                "shape": stream_shape(engine.v4_model.config),
                 "dtype": engine.settings["dtype"],
                 **vars(setting),
                 **facts(),

@@ -105,7 +105,7 @@ def engine_shares(baseline: OurEngine, prompts: list[Tokens], steps: int) -> dic
     tokens = baseline.prefill(prompts)
     runner = Stopwatch(core.runner, "run")
     sampler = Stopwatch(core.sampler, "sample")
-    core.runner = runner  # type: ignore[assignment]
+    core.runner = runner
     core.sampler = sampler  # type: ignore[assignment]
     try:
         total = []

@@ -40,13 +40,9 @@ class ChatGeneration:
         effort: str | None,
         steer: Sequence[Any] | None = None,
     ):
-        from birkhoff.text.output_stream import ChatStream
-
         stops = sampling.get("stop", ())
         prompt = engine.encode_chat(messages, thinking=thinking, effort=effort)
-        self._parser = ChatStream(
-            engine.tokenizer, [stops] if isinstance(stops, str) else stops, thinking=thinking
-        )
+        self._parser = engine.chat_stream([stops] if isinstance(stops, str) else stops, thinking=thinking)
         self._stream = engine.stream(prompt, steer=steer, **sampling)
 
     def __iter__(self) -> Iterator[list[Event]]:

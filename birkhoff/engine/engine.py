@@ -26,12 +26,13 @@ from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, unsupported_model
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.gpu_warmup import warm_up
+from birkhoff.engine.language_model import LanguageModel
 from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.run_ahead import LaunchedStep, RunAhead
-from birkhoff.engine.runner import ModelOutput, Runner
+from birkhoff.engine.runner import ModelOutput, Runner, StepRunner
 from birkhoff.engine.sampler import SampledToken, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
@@ -57,11 +58,11 @@ class EngineCore:
     `prefix_bytes` is the memory for snapshots of the prefix cache; 0 disables it. `row_bytes` is for captured rows of
     past prompts. `draft_depth` tokens are drafted per step while it is faster, or always with `draft_always`. `files`
     stores pages that the prefix cache evicts. `placement` moves experts between steps when some of them are in host
-    memory."""
+    memory. A model that is not ours comes with a `runner`; prefix cache, speculation and placement are for ours."""
 
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         *,
         max_requests: int,
         max_context: int,
@@ -75,34 +76,31 @@ class EngineCore:
         files: PageFiles | None = None,
         device: torch.device | str = "cpu",
         placement: Placement | None = None,
+        runner: StepRunner | None = None,
     ):
         self.model = model
         self.max_context = max_context
         self.placement = placement
-        mtp = draft_depth > 0
-        uses_graphs = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
-        slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
-        runs_ahead = uses_graphs and not mtp and placement is None and not batch_invariant
-        lookback = max(draft_depth, int(runs_ahead))  # tokens that may be computed and then discarded
-        state = State(model.config, slots, num_pages, device, model.numerics.dtype, lookback, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
-        self.runner = Runner(model, state, batch_invariant)
-        if uses_graphs:
-            self.runner.graphs = CudaGraphs(Decoder(model, state), max_requests, max_context)
-        if prefix_bytes:
-            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, row_bytes, batch_invariant, files)
-            self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
-        if uses_graphs:
-            self.sampler.prepare(torch.device(device), model.config.vocab_size)
         self.drafted = self.accepted = 0
-        self.controller = SpeculationController() if mtp and not draft_always else None
+        self.speculator: Speculator | None = None
+        self.controller: SpeculationController | None = None
         # On a shared CPU, wall time varies with other processes; the cost of a step is its processor time.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
-        if mtp:
-            self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
-        self._run_ahead = RunAhead(self.scheduler, self.runner, self.sampler) if runs_ahead else None
+        self._run_ahead: RunAhead | None = None
         self._launched: LaunchedStep | None = None  # runs on the device; its tokens have not been read
+        self._own: Runner | None = None  # the runner, if the model is ours
+        if runner is None:
+            assert isinstance(model, Transformer), "a model that is not ours has a runner"
+            runner = self._own = self._make_runner(
+                model, max_requests, num_pages, batch_invariant, draft_depth, draft_always, device
+            )
+            if prefix_bytes:
+                state, pages = self._own.state, self.scheduler.pages
+                prefix = PrefixCache(state, pages, prefix_bytes, row_bytes, batch_invariant, files)
+                self.scheduler.prefix = self._own.prefix = prefix
+        self.runner: Any = runner  # a StepRunner; callers reach the parts of our own runner through it
         self._lock = threading.Lock()
         self._stepping = threading.Lock()  # held by the thread that steps for all waiting ones
         self._waiters: list[_Waiter] = []
@@ -110,15 +108,44 @@ class EngineCore:
         self._cancellations: deque[Request] = deque()
         self._closed = False
 
+    def _make_runner(
+        self,
+        model: Transformer,
+        max_requests: int,
+        num_pages: int,
+        batch_invariant: bool,
+        draft_depth: int,
+        draft_always: bool,
+        device: torch.device | str,
+    ) -> Runner:
+        mtp = draft_depth > 0
+        uses_graphs = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
+        slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
+        runs_ahead = uses_graphs and not mtp and self.placement is None and not batch_invariant
+        lookback = max(draft_depth, int(runs_ahead))  # tokens that may be computed and then discarded
+        state = State(model.config, slots, num_pages, device, model.numerics.dtype, lookback, mtp)
+        runner = Runner(model, state, batch_invariant)
+        if uses_graphs:
+            runner.graphs = CudaGraphs(Decoder(model, state), max_requests, self.max_context)
+            self.sampler.prepare(torch.device(device), model.config.vocab_size)
+        if mtp:
+            self.controller = None if draft_always else SpeculationController()
+            self.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
+            runner.speculator = self.speculator
+        if runs_ahead:
+            self._run_ahead = RunAhead(self.scheduler, runner, self.sampler)
+        return runner
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile GPU kernels and record decode graphs before the first request; returns the seconds it took.
 
         Does nothing on a CPU. Must not be called once requests were submitted."""
-        graphs = self.runner.graphs
-        if graphs is None or self.runner.state.device.type != "cuda":
+        runner = self._own
+        if runner is None or runner.graphs is None or runner.state.device.type != "cuda":
             return 0.0
         with self._locked():
-            return warm_up(self.model, self.runner.state, graphs, self.scheduler.max_batch_tokens, progress)
+            budget = self.scheduler.max_batch_tokens
+            return warm_up(runner.model, runner.state, runner.graphs, budget, progress)
 
     def submit(self, *requests: Request) -> None:
         """Queue all requests of one call; raises when one of them can never run, and queues none.
@@ -179,8 +206,8 @@ class EngineCore:
                     self._launched = self._run_ahead.launch(chunks, outputs)
                     return True
                 self._commit(chunks, outputs)
-                if self.runner.speculator is not None:
-                    self._draft(self.runner.speculator, chunks, outputs, started, num_tokens)
+                if self.speculator is not None:
+                    self._draft(self.speculator, chunks, outputs, started, num_tokens)
             return True
 
     @contextmanager
@@ -198,13 +225,14 @@ class EngineCore:
             raise
 
     def _run(self, chunks: list[ScheduledChunk]) -> list[ModelOutput | None]:
+        runner: StepRunner = self.runner
         if self.placement is None:
-            return self.runner.run(chunks)
+            return runner.run(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         with self.placement.store.lock:
             self.placement.before_step(tokens, chunk=any(chunk.stop - chunk.start > 1 for chunk in chunks))
             try:
-                return self.runner.run(chunks)
+                return runner.run(chunks)
             finally:
                 self.placement.after_step()
 
@@ -369,7 +397,7 @@ class EngineCore:
     def reuse(self) -> dict[str, Any]:
         """Statistics of the prefix cache and of speculation; a part that is off is None."""
         prefix = self.scheduler.prefix
-        speculator = self.runner.speculator
+        speculator = self.speculator
         speculation = None
         if speculator is not None:
             speculation = {
@@ -381,8 +409,8 @@ class EngineCore:
         return {"prefix": None if prefix is None else prefix.report(), "speculation": speculation}
 
     def _insert_pages(self, request: Request) -> None:
-        if self.scheduler.prefix is not None:
-            snapshots = self.runner.boundary_snapshots.get(request, ())
+        if self.scheduler.prefix is not None and self._own is not None:
+            snapshots = self._own.boundary_snapshots.get(request, ())
             self.scheduler.prefix.insert_pages(request, snapshots)
 
     def _check_fits(self, request: Request) -> None:
@@ -390,18 +418,25 @@ class EngineCore:
         needed = pages_for(request.max_cached_tokens)
         total = self.scheduler.pages.size
         if needed > total:
-            config = self.model.config
-            item_bytes = self.model.numerics.dtype.itemsize
-            each = page_bytes(config, item_bytes)
-            by_kind = {
-                kind: PAGE_TOKENS * needed * cache.per_token
-                for kind, cache in cache_by_kind(config, item_bytes).items()
-            }
-            parts = ", ".join(
-                f"{format_bytes(count)} in {kind} layers" for kind, count in by_kind.items() if count
-            )
             raise CapacityError(
-                f"this request needs {format_bytes(needed * each)} of cache ({needed} pages), "
-                f"{format_bytes(total * each)} can ever be free ({total} pages). It would be {parts}. "
-                "Shorten it or load with a larger cache_bytes."
+                f"this request needs {self._cache_of(needed)}. Shorten it or load with a larger cache_bytes."
             )
+
+    def _cache_of(self, needed: int) -> str:
+        """The cache that a request needs and what there is, in bytes for a model whose cache is ours."""
+        total = self.scheduler.pages.size
+        if self._own is None:
+            return f"{needed} pages of {PAGE_TOKENS} tokens, {total} can ever be free"
+        config, item_bytes = self._own.model.config, self._own.model.numerics.dtype.itemsize
+        each = page_bytes(config, item_bytes)
+        by_kind = {
+            kind: PAGE_TOKENS * needed * cache.per_token
+            for kind, cache in cache_by_kind(config, item_bytes).items()
+        }
+        parts = ", ".join(
+            f"{format_bytes(count)} in {kind} layers" for kind, count in by_kind.items() if count
+        )
+        return (
+            f"{format_bytes(needed * each)} of cache ({needed} pages), "
+            f"{format_bytes(total * each)} can ever be free ({total} pages). It would be {parts}"
+        )

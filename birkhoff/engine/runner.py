@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,10 +40,20 @@ SPLIT_ROWS = 4  # minimum rows of a step that is split into two threads
 @dataclass(frozen=True)
 class ModelOutput:
     """Output for one chunk that samples: logits [rows, vocab] float32 of its last token and of each draft token, and
-    the streams [rows, m, d] after the last layer."""
+    the streams [rows, m, d] after the last layer, which speculation reads."""
 
     logits: torch.Tensor
-    streams: torch.Tensor
+    streams: torch.Tensor | None = None
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: `Runner` for our own model, others for models that are not ours."""
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
+        """One output per chunk; None for a chunk that does not reach the end of its sequence."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Runner:

@@ -96,6 +96,7 @@ class Speculator:
             count = request.num_computed_tokens - position  # the scheduled token and accepted draft tokens
             for offset, token in enumerate(request.tokens(position + 1, position + 1 + count)):
                 pieces.append(SequenceChunk(_slot(request), position + offset, [token]))
+            assert streams is not None, "our own runner returns streams"
             rows.append(streams[:count])
             last_rows.append(len(pieces) - 1)
             request.num_mtp_tokens = position + count

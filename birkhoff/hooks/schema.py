@@ -2,14 +2,15 @@
 
 `build_hook_schema(hidden, dtype, hc_mult, ...)` is called once where requests are checked and once where they run, and
 the two results must be equal. A hook that is not in the schema is not tapped and is refused, never captured as empty.
-A V4 model (`hc_mult` streams) never has `post_mlp`; an ordinary model has exactly `pre_attn`, `post_attn`, `post_mlp`.
+A V4 model (`hc_mult` streams) never has `post_mlp`; an ordinary model has `pre_attn`, `post_attn`, `post_mlp` and,
+where its engine can reach them, more (`ordinary_schema`).
 Nothing here imports torch, so files can be read and requests checked without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ _AXES = {
     "mm": ("from", "to"),
     "E": ("expert",),
     "k2": ("choice", "id_and_weight"),
+    "z": ("head_and_channel",),
 }
 
 
@@ -80,10 +82,7 @@ def build_hook_schema(
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype is {quoted(dtype)}, expected one of {', '.join(ITEM_BYTES)}.")
     if hc_mult is None:
-        plain = [site for site in SITES if site.plain]
-        return {
-            site.name: HookSchema(hidden, dtype, (hidden,), True, False, _AXES[site.shape]) for site in plain
-        }
+        return ordinary_schema([site.name for site in SITES if site.plain], dtype, {"d": (hidden,)})
     sizes = {"d": (hidden,), "m": (hc_mult,), "md": (hc_mult, hidden), "mm": (hc_mult, hc_mult)}
     if experts is not None and experts_per_token is not None:
         sizes |= {"E": (experts,), "k2": (experts_per_token, 2)}
@@ -98,6 +97,24 @@ def build_hook_schema(
                 math.prod(shape), stored, shape, site.edit, site.once, axes, hashed
             )
     return schema
+
+
+def ordinary_schema(
+    sites: Collection[str], dtype: str, sizes: Mapping[str, tuple[int, ...]]
+) -> dict[str, HookSchema]:
+    """The schema of a model without hyper-connections that has these sites; `sizes` by the letters of row shapes."""
+    return {
+        site.name: HookSchema(
+            math.prod(sizes[site.shape]),
+            dtype if site.dtype == "model" else site.dtype,
+            sizes[site.shape],
+            site.edit,
+            site.once,
+            _AXES[site.shape],
+        )
+        for site in SITES
+        if site.name in sites
+    }
 
 
 def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:

@@ -11,7 +11,15 @@ from birkhoff.hooks.schema import schema_of
 from birkhoff.hooks.site_names import POST_BLOCK, STREAMS_POST_MLP, TOOLS, unnamed
 from birkhoff.hooks.sites import SITES, Site
 
-_SHAPES = {"d": "`(d,)`", "m": "`(m,)`", "md": "`(m, d)`", "mm": "`(m, m)`", "E": "`(E,)`", "k2": "`(k, 2)`"}
+_SHAPES = {
+    "d": "`(d,)`",
+    "m": "`(m,)`",
+    "md": "`(m, d)`",
+    "mm": "`(m, m)`",
+    "E": "`(E,)`",
+    "k2": "`(k, 2)`",
+    "z": "`(heads * head_dim,)`",
+}
 
 
 def document() -> str:
@@ -62,6 +70,7 @@ def _rules(flash: V4Config) -> str:
     schema = schema_of(flash, "bfloat16")
     once = ", ".join(f"`{site.name}`" for site in SITES if site.once)
     plain = ", ".join(f"`{site.name}`" for site in SITES if site.plain)
+    ordinary = ", ".join(f"`{site.name}` is the {site.ordinary}" for site in SITES if site.ordinary)
     moe = ", ".join(f"`{name}`" for name in schema if schema[name].hash_routed)
     per_token = sum(row.row_bytes * (1 if row.once else flash.num_hidden_layers) for row in schema.values())
     return f"""## Rules
@@ -71,7 +80,7 @@ def _rules(flash: V4Config) -> str:
 - Hooks with a `float32` row are mixing weights and routing: they can be captured, not edited.
 - `mhc_attn_res_mix` and `mhc_ffn_res_mix` are indexed `[from, to]`: stream `j` after the sublayer is
   `post_mix[j] * output + sum over i of res_mix[i, j] * stream[i]`.
-- A model without hyper-connections has exactly {plain}.
+- An ordinary model has {plain}, those marked so, and what [models](models.md) lists. There {ordinary}.
 - Hash-routed layers: the first {flash.num_hash_layers} layers of V4-Flash choose experts by token id. {moe} exist
   there as everywhere, and the gate still gives the weights, but its largest scores are not the experts that ran. The
   schema lists these layers as `hash_routed`.

@@ -1,9 +1,9 @@
-"""Every tensor of a V4 model that can be captured or edited: one row per site.
+"""Every tensor that can be captured or edited: one row per site.
 
 A site is called a *hook* on the public surface, under the same name. Ids 0..11 are fixed and new sites are appended, so
-that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m`
-streams, `E` routed experts, `k` experts per token. A site that can be edited is an assignment in the model code
-(`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`.
+that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m` streams, `E`
+routed experts, `k` experts per token, `z` the heads of an attention side by side. A site that can be edited is an
+assignment in the model code (`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,48 @@ class Site:
     doc: str
     dtype: Literal["model", "float32"] = "model"
     once: bool = False  # once per model, stored at the last layer
-    plain: bool = False  # also on ordinary single-stream models
+    plain: bool = False  # on every ordinary single-stream model
     absent: bool = False  # ordinary models only: V4 has no such tensor
+    ordinary: str = ""  # its meaning on an ordinary model, where that differs
 
 
-PRE_ATTN = Site(0, "pre_attn", "d", True, "input of the attention sublayer, before its norm", plain=True)
+PRE_ATTN = Site(
+    0,
+    "pre_attn",
+    "d",
+    True,
+    "input of the attention sublayer, before its norm",
+    plain=True,
+    ordinary="residual entering the layer",
+)
 POST_ATTN = Site(
-    1, "post_attn", "d", True, "attention output, before it is written to the streams", plain=True
+    1,
+    "post_attn",
+    "d",
+    True,
+    "attention output, before it is written to the streams",
+    plain=True,
+    ordinary="residual after attention was added",
 )
 POST_MLP = Site(
     2, "post_mlp", "d", True, "single residual after the MLP of an ordinary model", plain=True, absent=True
 )
-MLP_IN = Site(3, "mlp_in", "d", True, "input of the expert sublayer, before its norm")
-MLP_OUT = Site(4, "mlp_out", "d", True, "expert output, before it is written to the streams")
+MLP_IN = Site(
+    3,
+    "mlp_in",
+    "d",
+    True,
+    "input of the expert sublayer, before its norm",
+    ordinary="input of the MLP, after its norm if it has one",
+)
+MLP_OUT = Site(
+    4,
+    "mlp_out",
+    "d",
+    True,
+    "expert output, before it is written to the streams",
+    ordinary="what the MLP adds to the residual",
+)
 MHC_STREAMS_PRE_ATTN = Site(5, "mhc_streams_pre_attn", "md", True, "streams entering the attention sublayer")
 MHC_STREAMS_PRE_MLP = Site(6, "mhc_streams_pre_mlp", "md", True, "streams entering the expert sublayer")
 MHC_STREAMS_FINAL = Site(7, "mhc_streams_final", "md", True, "streams before the head merges them", once=True)
@@ -56,11 +85,30 @@ MHC_ATTN_PRE_MIX = Site(
 )
 MHC_FFN_PRE_MIX = Site(13, "mhc_ffn_pre_mix", "m", False, "read-in weights of the expert sublayer", "float32")
 MHC_HEAD_MIX = Site(14, "mhc_head_mix", "m", False, "read-out weights of the head", "float32", once=True)
-FINAL_HIDDEN = Site(15, "final_hidden", "d", True, "merged streams before the final norm", once=True)
+FINAL_HIDDEN = Site(
+    15,
+    "final_hidden",
+    "d",
+    True,
+    "merged streams before the final norm",
+    once=True,
+    ordinary="residual before the final norm",
+)
 MOE_ROUTER_LOGITS = Site(
     16, "moe_router_logits", "E", False, "gate product before sqrt-softplus and bias", "float32"
 )
 MOE_TOPK = Site(17, "moe_topk", "k2", False, "chosen expert id and its weight", "float32")
+ATTN_OUT = Site(
+    18, "attn_out", "d", True, "what the attention of an ordinary model adds to the residual", absent=True
+)
+ATTN_Z = Site(
+    19,
+    "attn_z",
+    "z",
+    True,
+    "heads of an ordinary model's attention side by side, before the output projection",
+    absent=True,
+)
 
 SITES: tuple[Site, ...] = (
     PRE_ATTN,
@@ -81,5 +129,7 @@ SITES: tuple[Site, ...] = (
     FINAL_HIDDEN,
     MOE_ROUTER_LOGITS,
     MOE_TOPK,
+    ATTN_OUT,
+    ATTN_Z,
 )
 BY_NAME: dict[str, Site] = {site.name: site for site in SITES}

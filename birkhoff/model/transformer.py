@@ -8,13 +8,15 @@ Tensors have the names of the released checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.dtype_names import dtype_name
 from birkhoff.hooks import sites
+from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
@@ -52,6 +54,29 @@ class Transformer(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics, packed)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it computes in."""
+        return self.numerics.dtype
+
+    @property
+    def schema(self) -> dict[str, HookSchema]:
+        return schema_of(self.config, dtype_name(self.numerics.dtype))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What besides weights, text, device and dtype determines the bits of an activation row."""
+        numerics = "released" if self.numerics.released else "plain"
+        return {"numerics": numerics, "kernels": self.numerics.kernels.name}
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight by its released name."""
+        return ((destination.name, destination.tensor) for destination in self.destinations())
 
     def blocks(self) -> list[Block]:
         """`layers`, typed."""

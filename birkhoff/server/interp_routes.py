@@ -72,7 +72,7 @@ class InterpRoutes:
         return json_response(
             {
                 "num_layers": engine.config.num_hidden_layers,
-                "streams": engine.config.hc_mult,
+                "streams": engine.num_streams,
                 "hidden_size": engine.config.hidden_size,
                 "hooks": {name: row.to_json() for name, row in engine.schema.items()},
             }

@@ -198,7 +198,7 @@ class SaeRoutes:
         if row.numel() % width:
             return {}
         with torch.no_grad():
-            direction = row.view(-1, width).mean(0).to(model.embed.device, model.numerics.dtype)
+            direction = row.view(-1, width).mean(0).to(model.device, model.dtype)
             logits = model.head(model.norm(direction[None]))[0].float()
         up, down = logits.topk(TOP_LOGITS), (-logits).topk(TOP_LOGITS)
         return {

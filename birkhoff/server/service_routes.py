@@ -7,6 +7,7 @@ defaults. `/slots` lists active requests with their progress; it shows prompts o
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from birkhoff import __version__
 from birkhoff.engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import NAMES as SIGNALS
 from birkhoff.hooks.sites import SITES
 from birkhoff.server.api_errors import ApiError
@@ -97,12 +99,10 @@ class ServiceRoutes:
                 "slots": engine.max_requests,
                 "layers": config.num_hidden_layers,
                 "hidden_size": config.hidden_size,
-                "streams": config.hc_mult,
+                "streams": engine.num_streams,
                 "vocab_size": config.vocab_size,
-                "experts": config.n_routed_experts,
-                "experts_per_token": config.num_experts_per_tok,
-                "hash_layers": config.num_hash_layers,
-                "compress_ratios": list(config.compress_ratios),
+                **_experts(engine.schema),
+                "compress_ratios": list(getattr(config, "compress_ratios", ())),
                 "settings": engine.settings,
                 "hooks": {
                     name: {
@@ -113,7 +113,7 @@ class ServiceRoutes:
                     }
                     for name, row in engine.schema.items()
                 },
-                "signals": [*SIGNALS, "cosine:NAME"],
+                "signals": [] if engine.num_streams is None else [*SIGNALS, "cosine:NAME"],
                 "modules": sorted(engine.modules),
                 "thinks": context.thinks_by_default,
                 "defaults": defaults | {"max_tokens": DEFAULT_MAX_TOKENS},
@@ -169,3 +169,13 @@ class ServiceRoutes:
         await self._context.read_body(http, EmptyBody, optional=True)
         cancelled = self._context.async_engine.cancel_call(request_id)
         return json_response({"id": request_id[:128], "cancelled": cancelled})
+
+
+def _experts(schema: Mapping[str, HookSchema]) -> dict[str, int | None]:
+    """Routed experts of the model; None where it has none."""
+    logits, chosen = schema.get("moe_router_logits"), schema.get("moe_topk")
+    return {
+        "experts": None if logits is None else logits.width,
+        "experts_per_token": None if chosen is None else chosen.logical_shape[0],
+        "hash_layers": 0 if chosen is None else len(chosen.hash_routed),
+    }

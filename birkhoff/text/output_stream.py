@@ -12,7 +12,8 @@ in them. `text` is all text returned so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from birkhoff.text.detokenizer import IncrementalDetokenizer, SegmentDetokenizer
 from birkhoff.text.events import ContentDelta, Event, ParsedMessage, assemble
@@ -53,11 +54,40 @@ class TextStream:
         return self._stops.matched
 
 
+class SegmentParser(Protocol):
+    """Turns the segments of an answer into events."""
+
+    def feed(self, segment: Segment) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+class ContentParser:
+    """A format without structure: everything is content. Special tokens are dropped, other markers spelled out."""
+
+    def __init__(self, special: Collection[str]):
+        self._special = frozenset(special)
+
+    def feed(self, segment: Segment) -> list[Event]:
+        hidden = not isinstance(segment, TextSegment) and segment.string in self._special
+        return [] if hidden else [ContentDelta(segment.string)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
 class ChatStream:
-    """An answer in the chat format. `text` is the content; reasoning and tool calls are only in `events`."""
+    """An answer in a chat format, by default V4's. `text` is the content; reasoning and tool calls are only in
+    `events`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, thinking: bool, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        thinking: bool,
+        min_tokens: int = 0,
+        parser: SegmentParser | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.matched: str | None = None
@@ -65,7 +95,7 @@ class ChatStream:
         self._marker_stops = frozenset(stops)
         self._stops = StopMatcher(stops)
         self._no_stop_tokens = min_tokens
-        self._parser = CompletionParser(thinking=thinking)
+        self._parser = parser or CompletionParser(thinking=thinking)
         self._finished = False
 
     def feed(self, token_id: int) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from birkhoff.config import V4Config
+from birkhoff.config import ModelConfig
 from birkhoff.errors import ContextError, PromptError, TokenError, quoted
 from birkhoff.option_checks import as_int
 
@@ -26,7 +26,7 @@ def is_single(prompts: Any) -> bool:
     return len(items) > 0 and not isinstance(items[0], (str, Sequence, *_ARRAYS))
 
 
-def check_ids(token_ids: Sequence[int], config: V4Config) -> list[int]:
+def check_ids(token_ids: Sequence[int], config: ModelConfig) -> list[int]:
     """Return token ids as a list of ints within the model's vocabulary and context; raise a `PromptError` or
     `TokenError` otherwise."""
     ids, last = _as_list(token_ids), config.vocab_size - 1

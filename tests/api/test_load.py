@@ -24,6 +24,7 @@ from tests.oracle import build_oracle
 
 IDS = [5, 80, 200, 7, 91]
 PROMISED = {
+    "backend": "auto",
     "device": "auto",
     "dtype": "auto",
     "numerics": "plain",
@@ -126,9 +127,11 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path):
             birkhoff.load(model)
     with pytest.raises((ConfigError, CheckpointError), match=r"config\.json"):
         birkhoff.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedModel, match="llama"):
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    with pytest.raises(UnsupportedModel, match=r"rwkv.*no row in the table of families: llama, .*models\.md"):
         birkhoff.load(tmp_path)
+    with pytest.raises(UnsupportedModel, match="rwkv"):
+        birkhoff.load(tmp_path, backend="birkhoff")
     with pytest.raises(BirkhoffError):
         birkhoff.load(tmp_path / "model.gguf")
 

@@ -46,7 +46,7 @@ def test_by_name_and_constants_cover_the_table():
 def test_once_plain_and_absent_sites():
     assert [s.name for s in sites.SITES if s.once] == ["mhc_streams_final", "mhc_head_mix", "final_hidden"]
     assert [s.name for s in sites.SITES if s.plain] == ["pre_attn", "post_attn", "post_mlp"]
-    assert [s.name for s in sites.SITES if s.absent] == ["post_mlp"]
+    assert [s.name for s in sites.SITES if s.absent] == ["post_mlp", "attn_out", "attn_z"]
 
 
 def test_sites_are_frozen():

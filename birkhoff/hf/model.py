@@ -1,0 +1,220 @@
+"""A causal language model of Transformers whose sites are tapped: captured and edited like those of our own model.
+
+Every site of the family's table (`families.py`) has a forward hook that hands the tensor to the tap of the running
+forward pass, flattened to one row per token. Without a tap the hooks return at once. Forward passes of several threads
+do not share a tap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from birkhoff.dtype_names import dtype_name
+from birkhoff.hf.families import Family, Point, points_of
+from birkhoff.hooks.schema import HookSchema, ordinary_schema
+from birkhoff.hooks.sites import BY_NAME, FINAL_HIDDEN, MOE_TOPK, Site
+from birkhoff.hooks.tap import NoTap, Tap
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """The `ModelConfig` of a model of Transformers. `raw` is its own config as a dictionary."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    raw: Mapping[str, Any]
+
+
+class HfModel:
+    """`network` is the Transformers model, `family` its row of the table."""
+
+    def __init__(self, network: Any, family: Family, config: HfConfig):
+        self.network = network.eval()
+        self.family = family
+        self.config = config
+        self.layers: nn.ModuleList = network.get_submodule(family.layers)
+        self.points = points_of(family, config.raw, dense_layers=not self._all_sparse())
+        self._norm: nn.Module = network.get_submodule(family.norm)
+        self._head: nn.Module = network.get_output_embeddings()
+        self._cap: float | None = config.raw.get("final_logit_softcapping")
+        self._running = threading.local()  # the tap of this thread's forward pass
+        for layer, module in enumerate(self.layers):
+            for name, point in self.points.items():
+                self._hook(module.get_submodule(point.module), BY_NAME[name], layer, point)
+        self._hook(self._norm, FINAL_HIDDEN, len(self.layers) - 1, Point("", "input"))
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._head.weight.dtype  # type: ignore[return-value]
+
+    @property
+    def schema(self) -> dict[str, HookSchema]:
+        sizes: dict[str, tuple[int, ...]] = {"d": (self.config.hidden_size,), "z": (self._attention_width(),)}
+        if "moe_topk" in self.points:
+            gate = self.layers[0].get_submodule("mlp.gate")
+            sizes |= {"E": (int(gate.num_experts),), "k2": (int(gate.top_k), 2)}  # type: ignore[arg-type]
+        return ordinary_schema([*self.points, FINAL_HIDDEN.name], dtype_name(self.dtype), sizes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What besides weights and text determines the bits of a row."""
+        from transformers import __version__
+
+        return {
+            "backend": "transformers",
+            "transformers": __version__,
+            "attention": self.network.config._attn_implementation,
+        }
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.network.state_dict().items()
+
+    def __call__(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
+        """Next-token logits at every position of one text [T], float32 [T, vocab]."""
+        hidden = self.run(token_ids.unsqueeze(0), tap=tap)
+        return self.logits(hidden[0])
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        mask: Any = None,
+        cache: Any = None,
+        tap: Tap | None = None,
+    ) -> torch.Tensor:
+        """Token ids [B, Q] to the normed residual [B, Q, d]; row `b * Q + q` of every site is token (b, q)."""
+        self._running.tap = None if isinstance(tap, NoTap) else tap
+        try:
+            output = self.network.base_model(
+                input_ids=token_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        finally:
+            self._running.tap = None
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def norm(self, residual: torch.Tensor) -> torch.Tensor:
+        """The final norm of residuals [..., d]."""
+        normed: torch.Tensor = self._norm(residual)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed residuals [..., d] to float32 logits."""
+        logits: torch.Tensor = self._head(hidden).float()
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits
+
+    def masks(self, positions: torch.Tensor, length: int) -> Any:
+        """What tokens at `positions` [B, Q] attend to among keys 0..length: [B, 1, Q, length], by layer type if the
+        model has several."""
+        keys = torch.arange(length, device=positions.device)
+        seen = keys <= positions.unsqueeze(-1)
+        window = self.config.raw.get("sliding_window")
+        near = seen if window is None else seen & (keys > positions.unsqueeze(-1) - window)
+        if self.family.sliding == "by_type":
+            return {"full_attention": self._mask(seen), "sliding_attention": self._mask(near)}
+        return self._mask(near if self.family.sliding == "all" else seen)
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+        visible = visible.unsqueeze(1)
+        if self.network.config._attn_implementation != "eager":
+            return visible
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
+            ~visible, lowest
+        )
+
+    def _all_sparse(self) -> bool:
+        return all(hasattr(getattr(layer, "mlp", None), "gate") for layer in self.layers)
+
+    def _attention_width(self) -> int:
+        module: Any = self.layers[0].get_submodule(self.points["attn_z"].module)
+        return int(module.in_features if hasattr(module, "in_features") else module.weight.shape[0])  # Conv1D
+
+    def _hook(self, module: nn.Module, site: Site, layer: int, point: Point) -> None:
+        if point.side == "output":
+            module.register_forward_hook(_OutputHook(self._running, site, layer, point.part))
+        else:
+            hook = _InputHook(self._running, site, layer, point.side == "residual")
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _SiteHook:
+    def __init__(self, running: threading.local, site: Site, layer: int):
+        self._running = running
+        self._site = site
+        self._layer = layer
+
+    @property
+    def tap(self) -> Tap | None:
+        tap: Tap | None = getattr(self._running, "tap", None)
+        return None if tap is None else tap.at(self._layer)
+
+    def pass_through(self, tap: Tap, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1) if x.dim() > 2 else x
+        new = tap(self._site, flat)
+        return x if new is flat else new.view(x.shape)
+
+
+class _InputHook(_SiteHook):
+    """A site that is a module's first argument."""
+
+    def __init__(self, running: threading.local, site: Site, layer: int, in_place: bool):
+        super().__init__(running, site, layer)
+        self._in_place = in_place
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tap = self.tap
+        if tap is None:
+            return None
+        old = args[0] if args else kwargs["hidden_states"]
+        new = self.pass_through(tap, old)
+        if new is old:
+            return None
+        if self._in_place:
+            old.copy_(new)  # the layer carries this tensor past the module
+            return None
+        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+
+class _OutputHook(_SiteHook):
+    """A site that is a module's output, or a part of it."""
+
+    def __init__(self, running: threading.local, site: Site, layer: int, part: int):
+        super().__init__(running, site, layer)
+        self._part = part
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        tap = self.tap
+        if tap is None:
+            return None
+        if self._site is MOE_TOPK:
+            tap.see(self._site, output[self._part], output[1])
+            return None
+        old = output[self._part] if isinstance(output, tuple) else output
+        if not self._site.edit:
+            tap.see(self._site, old.float())
+            return None
+        new = self.pass_through(tap, old)
+        if new is old:
+            return None
+        return (*output[: self._part], new, *output[self._part + 1 :]) if isinstance(output, tuple) else new

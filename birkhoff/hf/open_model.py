@@ -1,0 +1,156 @@
+"""Open a checkpoint with Transformers: model, tokenizer, chat template, and how much context fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.engine import EngineCore
+from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
+from birkhoff.hf.chat_template import TemplateChat
+from birkhoff.hf.checkpoint import family_of, read_config
+from birkhoff.hf.families import Family
+from birkhoff.hf.model import HfConfig, HfModel
+from birkhoff.hf.runner import HfRunner
+from birkhoff.text.general_tokenizer import GeneralTokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """`tokenizer` and `chat` are None where the checkpoint has none."""
+
+    model: HfModel
+    tokenizer: GeneralTokenizer | None
+    chat: TemplateChat | None
+
+
+def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedModel:
+    """Load a checkpoint directory. Code in a checkpoint is never executed, and weights are safetensors only."""
+    raw = read_config(path)
+    family = family_of(raw)
+    transformers = _library()
+    local = {"local_files_only": True, "trust_remote_code": False}
+    # Soft-capping of attention scores is only in the plain implementation.
+    attention = (
+        "sdpa" if raw.get("attn_logit_softcapping") is None and family.model_type != "gemma2" else "eager"
+    )
+    try:
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **local
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"Transformers cannot load {path}: {quoted(str(error), 400)}.") from None
+    own = _tokenizer(transformers, path, local)
+    size = int(network.config.vocab_size)
+    tokenizer = None
+    if own is not None:
+        tokenizer = GeneralTokenizer(own.backend_tokenizer.to_str(), name=path.name, vocab_size=size)
+    config = _config(network, family, own)
+    chat = None if tokenizer is None or not own.chat_template else TemplateChat(own, tokenizer)
+    return OpenedModel(HfModel(network.to(device), family, config), tokenizer, chat)
+
+
+def context_for(model: HfModel, requested: int | None, requests: int, cache_bytes: int) -> int:
+    """The longest context of `requests` requests that fits; `CapacityError` if the requested one does not."""
+    limit = model.config.max_position_embeddings
+    if requested is not None and requested > limit:
+        raise OptionError(f"max_context is {requested}, the model's limit is {limit}. Ask for that or less.")
+    each = token_bytes(model)
+    fits = cache_bytes // (each * requests)
+    if (requested or 1) > fits:
+        raise CapacityError(
+            f"{requests} requests of {requested or 1} tokens need {each * requests * (requested or 1)} bytes of cache, "
+            f"cache_bytes is {cache_bytes}. Lower max_context or max_requests, or raise cache_bytes."
+        )
+    return requested or min(limit, fits)
+
+
+def token_bytes(model: HfModel) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    raw = model.config.raw
+    heads = raw.get("num_key_value_heads") or raw.get("num_attention_heads") or raw["n_head"]
+    width = raw.get("head_dim") or model.config.hidden_size // (
+        raw.get("num_attention_heads") or raw["n_head"]
+    )
+    return 2 * int(heads) * int(width) * model.dtype.itemsize * len(model.layers)
+
+
+def make_core(
+    model: HfModel, context: int, max_requests: int, max_batch_tokens: int, batch_invariant: bool
+) -> EngineCore:
+    """The engine core of the model: our scheduler, sampler and requests, with a runner of its own."""
+    pages = max_requests * -(-context // PAGE_TOKENS)
+    return EngineCore(
+        model,
+        max_requests=max_requests,
+        max_context=context,
+        num_pages=pages,
+        max_batch_tokens=max_batch_tokens,
+        batch_invariant=batch_invariant,
+        device=model.device,
+        runner=HfRunner(model, max_requests, context, batch_invariant),
+    )
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise OptionError(
+            "this model runs through the package transformers, which is not installed: "
+            "pip install 'birkhoff-v4[transformers]'."
+        ) from None
+    return transformers
+
+
+def _tokenizer(transformers: Any, path: Path, local: Mapping[str, Any]) -> Any:
+    """The Transformers tokenizer of the checkpoint, None if it has no files of one."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    try:
+        own = transformers.AutoTokenizer.from_pretrained(path, **local)
+    except Exception as error:  # one of many
+        raise CheckpointError(f"the tokenizer of {path} cannot be read: {quoted(str(error), 300)}.") from None
+    return own if getattr(own, "backend_tokenizer", None) is not None else None
+
+
+def _config(network: Any, family: Family, tokenizer: Any) -> HfConfig:
+    config = network.config
+    ends: list[int] = []
+    for source in (network.generation_config.eos_token_id, config.eos_token_id):
+        ends += source if isinstance(source, list) else [] if source is None else [source]
+    return HfConfig(
+        family.model_type,
+        int(config.vocab_size),
+        int(config.hidden_size),
+        int(config.num_hidden_layers),
+        _max_positions(config),
+        _first_id(tokenizer),
+        tuple(dict.fromkeys(int(end) for end in ends)),
+        config.to_dict(),
+    )
+
+
+def _first_id(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before a text, None if it puts none."""
+    if tokenizer is None:
+        return None
+    with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    added = len(with_special) > len(plain) and with_special[0] in tokenizer.all_special_ids
+    return int(with_special[0]) if added else None
+
+
+def _max_positions(config: Any) -> int:
+    """The context limit. Rotary frequencies that change with the longest request of a batch are not supported: there
+    the limit is the length up to which they stay the same."""
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope, Mapping) and rope.get("rope_type") in ("dynamic", "longrope"):
+        limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
+    return limit

@@ -153,3 +153,13 @@ def hub_server(repos: dict[str, Path]) -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def prepare_cache(cache: Path, repo: str) -> Path:
+    """The snapshot folder of `repo` in a hub cache, to write files to."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    commit = hashlib.sha1(repo.encode()).hexdigest()
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs/main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+    return folder / "snapshots" / commit

@@ -26,6 +26,7 @@ from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import ProgressCallback, print_status, progress_bar
 from birkhoff.errors import BirkhoffError, CheckpointError, HubError, OptionError, quoted
 from birkhoff.hf_hub import INDEX, RemoteRepo, RepoPath, cache_folder, select_files
+from birkhoff.sae.releases import find_release
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +79,8 @@ def pull(
     """Download a model into the hub cache, with its memory plan first; continues an interrupted download."""
     from rich.console import Console
 
-    where = RepoPath.parse(model, revision)
+    release = find_release(model)
+    where = RepoPath.parse(model if release is None else str(release.where), revision)
     if where is None:
         raise OptionError(f"{quoted(model)} is no name on the hub, expected org/name.")
     if gguf_file is not None:
@@ -120,7 +122,8 @@ def pull(
         with _byte_progress() as advance:
             path = repo.download(files, advance) / where.inside
         result["path"] = str(path)
-        print_status(f"complete. Use it as {where}: birkhoff chat --model {where}")
+        use = f"birkhoff chat --model {where}" if release is None else f'Sae.load("{model}")'
+        print_status(f"complete. Use it by its name: {use}")
     if json:
         typer.echo(json_module.dumps(result, ensure_ascii=False))
     elif not dry_run:

@@ -6,8 +6,9 @@ For a row x of width d, with encoder rows e_i, biases c_i, decoder rows w_i and 
 
 Everything is float32 and checked on construction: shapes agree, all numbers are finite. What trainers do around
 these (subtracting b from the input, scaling rows, decoder norms) is folded into e, c, w, b by the file loaders, so
-the formulas above are the only form. `hook`, `layer` and `view` are the rows of a model it was trained on; `labels`
-are names of features, `x_max` the largest activation seen of each.
+the formulas above are the only form, except that a dictionary may `normalize` every row first (`row_norm.py`). `hook`,
+`layer` and `view` are the rows of a model it was trained on; `labels` are names of features, `x_max` the largest
+activation seen of each.
 
 A dictionary may hold the rows of some features only (`feature_ids`): single features of it can be read and changed, and
 nothing can be reconstructed from it."""
@@ -26,6 +27,7 @@ from torch.nn.functional import linear
 from birkhoff.errors import SaeError, quoted
 from birkhoff.option_checks import as_int
 from birkhoff.sae.activations import Activation, make, per_feature
+from birkhoff.sae.row_norm import NORMS, normalize_rows
 
 VIEWS = ("single", "flat", "per_stream", "read", "mean")
 SPREADS = ("read", "post", "uniform")
@@ -47,6 +49,7 @@ class Sae:
         scale: Any = None,
         shift: Any = None,
         rectified: bool = False,
+        normalize: str = "none",
         hook: str | None = None,
         layer: int | None = None,
         view: str = "single",
@@ -71,6 +74,9 @@ class Sae:
         )
         self.decoder_bias = _bias(decoder_bias, self.d_model)
         self.activation: Activation = make(activation, self.d_sae, threshold, k, scale, shift, rectified)
+        if normalize not in NORMS:
+            raise SaeError(f"normalize is {quoted(normalize)}, expected one of {', '.join(NORMS)}.")
+        self.normalize = normalize
         self.hook = _hook(hook)
         self.layer = _layer(layer)
         self.view, self.spread = _view(view, spread)
@@ -119,21 +125,28 @@ class Sae:
 
     def pre_activations(self, x: torch.Tensor) -> torch.Tensor:
         """z of rows `[.., d]`, float32 `[.., F]`."""
-        return linear(_rows(x, self.d_model), self.encoder.to(x.device), self.encoder_bias.to(x.device))
+        rows = normalize_rows(_rows(x, self.d_model), self.normalize).rows
+        return linear(rows, self.encoder.to(x.device), self.encoder_bias.to(x.device))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Features of rows `[.., d]`, float32 `[.., F]`."""
         return self.activation.to(x.device)(self.pre_activations(x))
 
-    def decode(self, features: torch.Tensor) -> torch.Tensor:
-        """Rows `[.., d]` from features `[.., F]`."""
+    def decode(self, features: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows `[.., d]` from features `[.., F]`. A dictionary that normalises rows needs the rows `x` themselves, to
+        undo it."""
         self.check_whole("a reconstruction")
-        return _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(
+        if x is None and self.normalize != "none":
+            raise SaeError(
+                f"this dictionary normalises every row ({self.normalize}): give the rows too, decode(features, x)."
+            )
+        out = _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(
             features.device
         )
+        return out if x is None else normalize_rows(_rows(x, self.d_model), self.normalize).restore(out)
 
     def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encode(x))
+        return self.decode(self.encode(x), x)
 
     def feature(self, name: int | str) -> int:
         """The row of a feature given by number or label."""
@@ -180,6 +193,8 @@ class Sae:
         ]
         if self.is_partial:
             fields += [self.feature_ids, self.total_features]
+        if self.normalize != "none":
+            fields.append(self.normalize)
         state.update(repr(fields).encode())
         parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
         for tensor in [*parts, *self.activation.tensors().values()]:
@@ -204,12 +219,19 @@ class Sae:
         layer: int | None = None,
         view: str | None = None,
         spread: str | None = None,
+        *,
+        centered: bool | None = None,
+        input_scale: float | None = None,
     ) -> Sae:
         """Read a dictionary from files of SAELens, Gemma Scope, dictionary_learning, or our manifest; see
-        `docs/sae.md`."""
+        `docs/sae.md`. `path` may be a name in the hub cache: `org/name/folder`, or a published dictionary such as
+        `gpt2-small-res-jb/blocks.8.hook_resid_pre`.
+
+        `centered` and `input_scale` say what some files of SAELens leave out: that rows had their mean removed, and
+        the factor they were multiplied by. Published dictionaries bring them."""
         from birkhoff.sae.files import load_one  # files.py imports this module
 
-        return load_one(Path(path), hook, layer, view, spread)
+        return load_one(path, hook, layer, view, spread, centered, input_scale)
 
     def save(self, path: str | Path, layout: str = "saelens") -> Path:
         """Write a directory in the layout `saelens` or `manifest` (our own); returns the directory."""

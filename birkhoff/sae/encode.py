@@ -35,6 +35,7 @@ class DeviceSae:
     decoder: torch.Tensor  # [F, d]
     decoder_bias: torch.Tensor  # [d]
     activation: Activation
+    normalize: str = "none"  # done by the callers of the functions below, which take normalised rows
 
     @classmethod
     def of(cls, sae: Sae, device: torch.device | str) -> DeviceSae:
@@ -44,6 +45,7 @@ class DeviceSae:
             sae.decoder.to(device),
             sae.decoder_bias.to(device),
             sae.activation.to(device),
+            sae.normalize,
         )
 
     def tiles(self) -> Iterator[slice]:

@@ -43,7 +43,7 @@ class Measure:
     def add(self, rows: torch.Tensor) -> torch.Tensor:
         """Add rows [n, d]; returns their features [n, F]."""
         features = self._sae.encode(rows)
-        residual = rows.float() - self._sae.decode(features)
+        residual = rows.float() - self._sae.decode(features, rows)
         exact = rows.double()
         self._total += exact.sum(0)
         self._squares += exact.pow(2).sum().item()

@@ -17,6 +17,7 @@ from birkhoff.hooks.plan import Key
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import CHUNK, top
+from birkhoff.sae.row_norm import normalize_rows
 from birkhoff.sae.splice import SaeHost
 
 
@@ -57,7 +58,7 @@ class Probe:
         rows = view.by_unit(x)
         index = [unit for _, rows_of_use in uses for unit in view.unit_indices(rows_of_use, None)]
         for part in torch.split(torch.tensor(index, device=x.device), CHUNK):
-            v = view.read(rows, part, context).v
+            v = normalize_rows(view.read(rows, part, context).v, weights.normalize).rows
             k = min(self.k, weights.encoder.shape[0])
             if isinstance(weights.activation, TopK):
                 values, features = top(weights, v, min(k, weights.activation.k))

@@ -1,12 +1,14 @@
 """Files of dictionaries: the format is recognised by the files at the path, not by guessing from tensors.
 
     cfg.json + sae_weights.safetensors    SAELens
-    params.npz, or any .npz               Gemma Scope
+    params.npz, params.safetensors        Gemma Scope; or any .npz
     ae.pt, or any .pt                     dictionary_learning
     manifest.json                         our own, one file per site
 
 The site of a dictionary is read from the files if they have it and taken from the caller otherwise; a caller that
-contradicts the files is refused, except for files of other tools with their own names of sites.
+contradicts the files is refused, except for files of other tools: the site that follows from their own names is only
+the default. A path may also be a name: of a published dictionary (`releases.py`) or a folder on the hub
+(`org/name/folder`), both looked up in the hub cache.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.errors import SaeError, SaeFileError, quoted
+from birkhoff.hf_hub import resolve
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_dictionary_learning import dictionary_learning_file, load_dictionary_learning
 from birkhoff.sae.load_gemma_scope import gemma_scope_file, load_gemma_scope
 from birkhoff.sae.load_saelens import is_saelens, load_saelens, read_labels, save_saelens
+from birkhoff.sae.releases import Release, find_release
 from birkhoff.sae.sae_manifest import MANIFEST, load_manifest, save_manifest
+
+
+def locate_sae(name: str | Path) -> tuple[Path, Release | None]:
+    """The path of a dictionary given by path or name, and what is known of a published one."""
+    path = Path(name).expanduser()
+    release = None if path.exists() else find_release(str(name))
+    return (resolve(str(release.where)) if release is not None else resolve(name)), release
 
 
 def load_all(
@@ -28,29 +39,32 @@ def load_all(
     layer: int | None = None,
     view: str | None = None,
     spread: str | None = None,
+    centered: bool | None = None,
+    input_scale: float | None = None,
 ) -> list[Sae]:
     """All dictionaries at a path: more than one only for a manifest with several sites."""
     if not path.exists():
         raise SaeFileError(f"{path} does not exist. Give the directory (or file) that holds the dictionary.")
     requested = {"hook": hook, "layer": layer, "view": view, "spread": spread}
     if is_saelens(path):
-        return [_make(*load_saelens(path), requested, path)]
+        arguments, stored, default = load_saelens(path, centered, input_scale)
+        return [_make(arguments, stored, default, requested, path)]
+    if centered is not None or input_scale is not None:
+        raise SaeError(
+            "centered and input_scale describe files of SAELens, which these are not. Leave them out."
+        )
     if (path / MANIFEST).is_file():
         return _select(load_manifest(path), requested, path)
     archive = gemma_scope_file(path)
     state = dictionary_learning_file(path)
     if archive is not None or state is not None:
-        arguments = (
-            load_gemma_scope(archive) if archive is not None else load_dictionary_learning(state or path)
-        )
-        return [
-            _make(
-                arguments | {"labels": read_labels(path if path.is_dir() else path.parent)},
-                {},
-                requested,
-                path,
-            )
-        ]
+        default = None
+        if archive is not None:
+            arguments, default = load_gemma_scope(archive)
+        else:
+            arguments = load_dictionary_learning(state or path)
+        arguments["labels"] = read_labels(path if path.is_dir() else path.parent)
+        return [_make(arguments, {}, default, requested, path)]
     present = sorted(entry.name for entry in path.iterdir())[:6] if path.is_dir() else [path.name]
     raise SaeFileError(
         f"{path} holds no dictionary that we read; it holds {', '.join(present) or 'nothing'}. Expected cfg.json with "
@@ -58,8 +72,20 @@ def load_all(
     )
 
 
-def load_one(path: Path, hook: str | None, layer: int | None, view: str | None, spread: str | None) -> Sae:
-    saes = load_all(path, hook, layer, view, spread)
+def load_one(
+    name: str | Path,
+    hook: str | None,
+    layer: int | None,
+    view: str | None,
+    spread: str | None,
+    centered: bool | None = None,
+    input_scale: float | None = None,
+) -> Sae:
+    path, release = locate_sae(name)
+    if release is not None:
+        centered = (release.centered or None) if centered is None else centered
+        input_scale = release.input_scale if input_scale is None else input_scale
+    saes = load_all(path, hook, layer, view, spread, centered, input_scale)
     if len(saes) > 1:
         sites = ", ".join(f"{sae.hook}[{sae.layer}]" for sae in saes)
         raise SaeError(
@@ -92,8 +118,15 @@ def _select(saes: list[Sae], requested: dict[str, Any], path: Path) -> list[Sae]
     return matching
 
 
-def _make(arguments: dict[str, Any], site: dict[str, Any], requested: dict[str, Any], path: Path) -> Sae:
-    """Make the dictionary from the arguments of `Sae`, the site in the files and the site that was requested."""
+def _make(
+    arguments: dict[str, Any],
+    site: dict[str, Any],
+    default: tuple[str, int] | None,
+    requested: dict[str, Any],
+    path: Path,
+) -> Sae:
+    """Make the dictionary from the arguments of `Sae`, the site in the files, the site that is used if there is no
+    other, and the site that was requested."""
     in_files = {name: site.get(name) for name in requested}
     for name in ("hook", "layer"):
         value, stored = requested[name], in_files[name]
@@ -108,6 +141,9 @@ def _make(arguments: dict[str, Any], site: dict[str, Any], requested: dict[str, 
     if requested["view"] is not None and requested["spread"] is None:
         merged["spread"] = None if requested["view"] != in_files["view"] else in_files["spread"]
     merged["view"] = merged["view"] or "single"
+    if default is not None and merged["view"] == "single":
+        merged["hook"] = merged["hook"] or default[0]
+        merged["layer"] = default[1] if merged["layer"] is None else merged["layer"]
     if site.get("activation") == "batchtopk" and arguments.get("activation") == "jumprelu":
         arguments = arguments | {"activation": "batchtopk"}
     return Sae(**arguments, **merged)

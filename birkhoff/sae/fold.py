@@ -2,7 +2,8 @@
 
 The weights start as the trainer stores them; each method returns weights that give the same features and
 reconstructions without that step. Computed in float64 and rounded once at the end, by `Sae`. Order matters: steps
-closest to the weights are undone first (decoder norms, then the bias on the input, then the scale of the input).
+closest to the weights are undone first (decoder norms, then the bias on the input, then the scale of the input, then
+the removal of its mean).
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class SaeWeights:
             decoder=self.decoder / factor,
             decoder_bias=self.decoder_bias / factor,
         )
+
+    def centered(self) -> Self:
+        """Fold in: the mean of a row's numbers subtracted from it before encoding."""
+        return replace(self, encoder=self.encoder - self.encoder.mean(dim=1, keepdim=True))
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Arguments of `Sae`, whose encoder bias is that of the gate and whose magnitude is computed from the gate."""

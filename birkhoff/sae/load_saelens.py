@@ -1,7 +1,8 @@
 """SAELens' layout, read and written: a directory with `cfg.json` and `sae_weights.safetensors`.
 
-Reads standard, jumprelu, topk and gated dictionaries of its current and earlier layouts, with normalisation folded
-in. Normalisation of every row by its own norm cannot be folded and is refused. Writes files that SAELens opens
+Reads standard, jumprelu, topk and gated dictionaries of its current (6.0) and earlier layouts. Scaling by an expected
+norm and centred weights (`center_writing_weights`: rows without their mean) are folded in; normalisation of every row
+by itself is kept (`row_norm.py`). The site follows from `hook_name`. Writes files that SAELens opens
 unchanged. A batchtopk dictionary is written as the jumprelu it is after training, as SAELens itself does. Fields
 that SAELens does not have (hook, layer and view in a model with several streams) are in the config's metadata under
 `birkhoff`; labels and largest activations are in separate files."""
@@ -21,12 +22,15 @@ from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.fold import SaeWeights
+from birkhoff.sae.hook_names import site_of
 from birkhoff.small_file import CONFIG_BYTES, MANIFEST_BYTES, check_regular
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
 LABELS = "birkhoff_labels.json"
 STATISTICS = "birkhoff_statistics.safetensors"
+_NORMS = {"layer_norm": "layer_norm", "constant_norm_rescale": "constant_norm"}
+_KEPT = ("model_name", "hook_name", "prepend_bos", "context_size")
 _ARCHITECTURES = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk", "gated": "gated"}
 
 
@@ -34,9 +38,16 @@ def is_saelens(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
 
 
-def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `Sae` for the weights, and the site in the files (`hook`, `layer`, `view`, ...)."""
+def load_saelens(
+    path: Path, centered: bool | None = None, input_scale: float | None = None
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, int] | None]:
+    """Arguments of `Sae` for the weights, the site in our own fields (`hook`, `layer`, `view`, ...), and the site that
+    follows from the name of the tensor in the model.
+
+    `centered` and `input_scale` are what some releases do not have in their files: whether the model's weights were
+    centred, and the factor of normalize_activations 'expected_average_only_in'."""
     config = read_json(path / CONFIG)
+    metadata = _object(config.get("metadata"))
     tensors = read_tensors(path / WEIGHTS)
     kind, k = _architecture(config, path)
     names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if kind == "gated" else ("b_enc",))]
@@ -46,6 +57,7 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise SaeFileError(
             f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
         )
+    _check_head(config, metadata, tensors, path)
     gated = kind == "gated"
     weights = SaeWeights(
         tensors["W_enc"].T,
@@ -60,21 +72,57 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         weights = weights.decoder_norms(threshold_too=False)
     if config.get("apply_b_dec_to_input", True):
         weights = weights.bias_on_input()
-    factor = _input_scale(config, path)
+    normalize, factor = _normalization(config, path, input_scale)
     if factor is not None:
         weights = weights.input_scale(factor)
-    arguments: dict[str, Any] = {"activation": kind, **weights.arguments()}
+    model_options = _object(
+        metadata.get("model_from_pretrained_kwargs", config.get("model_from_pretrained_kwargs"))
+    )
+    if centered is None:
+        centered = bool(model_options.get("center_writing_weights"))
+    if centered:
+        if normalize == "constant_norm":
+            raise SaeFileError(
+                f"{path / CONFIG}: rows of a model with centred weights that are scaled by their own norm are not "
+                "read: the two cannot be folded together."
+            )
+        weights = weights.centered()
+    arguments: dict[str, Any] = {"activation": kind, "normalize": normalize, **weights.arguments()}
     if kind == "topk":
         arguments |= {"k": k, "rectified": True}
     arguments["labels"] = read_labels(path)
     if (path / STATISTICS).is_file():
         arguments["x_max"] = read_tensors(path / STATISTICS).get("x_max")
-    metadata = _object(config.get("metadata"))
     site = _object(metadata.get("birkhoff"))
-    names_in_model = {
-        name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")
-    }
-    return arguments | {"metadata": names_in_model | _object(site.pop("metadata", None))}, site
+    every = {**config, **metadata}
+    every.setdefault("hook_name", config.get("hook_point"))
+    kept = {name: every[name] for name in _KEPT if every.get(name) is not None}
+    if centered:
+        kept["centered"] = True
+    return (
+        arguments | {"metadata": kept | _object(site.pop("metadata", None))},
+        site,
+        site_of(every["hook_name"]),
+    )
+
+
+def _check_head(
+    config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
+) -> None:
+    """Refuse what the formulas of `Sae` do not have: one head of many, and a factor per feature."""
+    head = metadata.get("hook_head_index", config.get("hook_head_index", config.get("hook_point_head_index")))
+    if head is not None:
+        raise SaeFileError(
+            f"{path / CONFIG}: hook_head_index is {quoted(head)}: it was trained on one attention head, which is no "
+            "site of ours."
+        )
+    factor = tensors.get("scaling_factor")
+    if config.get("finetuning_scaling_factor") and (
+        factor is None or not torch.allclose(factor, torch.ones(()))
+    ):
+        raise SaeFileError(
+            f"{path / CONFIG}: finetuning_scaling_factor is set, which we do not read. Fold it first."
+        )
 
 
 def save_saelens(sae: Sae, path: Path) -> None:
@@ -115,11 +163,12 @@ def save_saelens(sae: Sae, path: Path) -> None:
         "dtype": "float32",
         "device": "cpu",
         "apply_b_dec_to_input": False,
-        "normalize_activations": "none",
+        "normalize_activations": {ours: theirs for theirs, ours in _NORMS.items()}.get(sae.normalize, "none"),
         "reshape_activations": "none",
         "metadata": {
             "model_name": sae.metadata.get("model_name"),
             "hook_name": sae.metadata.get("hook_name") or _hook_name(sae),
+            **{name: sae.metadata[name] for name in _KEPT[2:] if name in sae.metadata},
             "birkhoff": {**site, "metadata": sae.metadata},
         },
     }
@@ -154,44 +203,44 @@ def read_labels(path: Path) -> dict[int, str]:
 def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
     architecture = config.get("architecture", "standard")
     activation = config.get("activation_fn", config.get("activation_fn_str", "relu"))  # earlier layouts
-    options = config.get("activation_fn_kwargs") or {}
+    options = _object(config.get("activation_fn_kwargs"))
     if architecture == "standard" and activation == "topk":
         architecture = "topk"
-    if architecture not in _ARCHITECTURES or (activation not in ("relu", "topk") and not options):
+    if architecture not in _ARCHITECTURES or activation not in ("relu", "topk"):
         raise SaeFileError(
             f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(activation)} "
             f"is not one we read; we read {', '.join(_ARCHITECTURES)}. A dictionary trained with another can often "
             "be exported as jumprelu by its trainer."
         )
-    if config.get("finetuning_scaling_factor"):
-        raise SaeFileError(
-            f"{path / CONFIG}: finetuning_scaling_factor is set, which we do not read. Fold it first."
-        )
     k = config.get("k", options.get("k")) if architecture == "topk" else None
     return _ARCHITECTURES[architecture], k
 
 
-def _input_scale(config: dict[str, Any], path: Path) -> float | None:
-    """The factor that all rows were multiplied by, or None; a factor per row cannot be folded."""
+def _normalization(config: dict[str, Any], path: Path, input_scale: float | None) -> tuple[str, float | None]:
+    """How every row is normalised by itself, and the factor that all rows are multiplied by, or None."""
     mode = config.get("normalize_activations", "none")
     if mode in ("none", False, None):
-        return None
-    if mode != "expected_average_only_in":
+        return "none", None
+    if mode in _NORMS:
+        return _NORMS[mode], None
+    if mode not in ("expected_average_only_in", True):
         raise SaeFileError(
-            f"{path / CONFIG}: normalize_activations is {quoted(mode)}, which scales every row by itself and is not "
-            "linear, so it cannot be folded into the weights. Train with 'none' or 'expected_average_only_in'."
+            f"{path / CONFIG}: normalize_activations is {quoted(mode)}, expected none, expected_average_only_in, "
+            f"{' or '.join(_NORMS)}. Have SAELens fold it and save again."
         )
+    if input_scale is not None:
+        return "none", input_scale
     if not (path / SCALER).is_file():
         raise SaeFileError(
-            f"{path / CONFIG}: rows were scaled by their expected norm, and the factor is not in {SCALER}. "
-            "Have SAELens fold it (fold_activation_norm_scaling_factor) and save again."
+            f"{path / CONFIG}: rows were scaled by their expected norm, and the factor is not in {SCALER}. Give it: "
+            "Sae.load(path, input_scale=...), or have SAELens fold it (fold_activation_norm_scaling_factor)."
         )
     factor = read_json(path / SCALER).get("scaling_factor")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
         raise SaeFileError(
             f"{path / SCALER}: scaling_factor is {quoted(factor)}, expected a positive number."
         )
-    return float(factor)
+    return "none", float(factor)
 
 
 def _object(value: Any) -> dict[str, Any]:

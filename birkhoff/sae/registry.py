@@ -279,8 +279,10 @@ class SaeRegistry:
     def _site(self, sae: Sae) -> Key:
         if sae.hook is None or sae.layer is None:
             missing = "hook" if sae.hook is None else "layer"
+            trained = sae.metadata.get("hook_name")
+            why = f" It was trained at {trained}, which is no site of ours." if trained else ""
             raise SaeError(
-                f"{sae} says no {missing}. Give it when loading, or place it with sae.at(hook, layer)."
+                f"{sae} says no {missing}.{why} Give it when loading, or place it with sae.at(hook, layer)."
             )
         try:
             hook, layer = site_names.resolve(sae.hook, sae.layer, self.schema, self.num_layers)

@@ -1,12 +1,13 @@
 """Our own layout: `manifest.json` and one safetensors file for each site.
 
     {"d_model", "d_sae", "activation", "activation_params", "layers": [[layer, hook], ...], "clampable_features": [...],
-     "view", "spread"}
+     "view", "spread", "normalize"}
     layer_{i}_{hook}.safetensors: encoder_weight, encoder_bias, decoder_weight [F, d]; decoder_bias; threshold, scale,
      shift, x_max if it has them
 
-`view` defaults to "single". `activation_params` holds `k` and `rectified` of top-k dictionaries. Directories of vLLM's
-SAE steering have the same layout; theirs may name a `kind` and hold the rows of `clampable_features` only.
+`view` defaults to "single", `normalize` to "none". `activation_params` holds `k` and `rectified` of top-k dictionaries.
+Directories of vLLM's SAE steering have the same layout; theirs may name a `kind` and hold the rows of
+`clampable_features` only.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _FIELDS = (
     "clampable_features",
     "view",
     "spread",
+    "normalize",
 )
 _VLLM_FIELDS = ("kind", "weights_uri")
 MODULE_KINDS = {"sae_delta": "delta", "sae_full_reconstruction": "full"}
@@ -115,6 +117,7 @@ def parse_manifest(
                 layer=layer,
                 view=manifest.get("view", "single"),
                 spread=manifest.get("spread"),
+                normalize=manifest.get("normalize", "none"),
                 labels=names,
                 metadata=manifest.get("metadata"),
                 feature_ids=ids,
@@ -147,6 +150,7 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
             rectified,
             sae.view,
             sae.spread,
+            sae.normalize,
             dict(sae.labels),
             sae.feature_ids,
             sae.total_features,
@@ -173,6 +177,8 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
     }
     if first.spread is not None:
         manifest["spread"] = first.spread
+    if first.normalize != "none":
+        manifest["normalize"] = first.normalize
     if first.feature_ids is not None:
         manifest["clampable_features"] = list(first.feature_ids)
     elif clampable is not None:

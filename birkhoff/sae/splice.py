@@ -8,7 +8,8 @@ features  D = sum_i (f'_i - f_i) w_i :
     full reconstruction that drops the error               v^ + D        v^ = sum_i f_i w_i + b
 
 (v^ + D + (v - v^) is v + D, so keeping the error needs no reconstruction, and without clamps it is exactly the
-identity.) Clamps that only add have a constant D: nothing is encoded for them. The tensors that a step needs
+identity.) A dictionary that normalises rows computes v^ and D of the normalised row, and both are turned back
+(`row_norm.py`). Clamps that only add have a constant D: nothing is encoded for them. The tensors that a step needs
 (`SpliceData`) are gathered once for a set of uses and cached, since uses repeat from one decoded token to the next.
 
 Eager steps (`SaeHost.run`) and recorded steps (`graph_sae.py`) both call `run_splice` with the same shapes, so their
@@ -35,6 +36,7 @@ from birkhoff.sae.encode import (
     reconstruct,
 )
 from birkhoff.sae.graph_sae import GraphSae
+from birkhoff.sae.row_norm import normalize_rows
 from birkhoff.sae.views import View
 
 # Heights of the block; beyond the last, multiples of half of it.
@@ -145,11 +147,17 @@ class SaeHost:
         bias = sae.decoder_bias.to(self.device)
         if sae.activation.whole_row:  # the k largest can only be found with the whole encoder
             return DeviceSae(
-                sae.encoder.to(self.device), sae.encoder_bias.to(self.device), decoder, bias, sae.activation
+                sae.encoder.to(self.device),
+                sae.encoder_bias.to(self.device),
+                decoder,
+                bias,
+                sae.activation,
+                sae.normalize,
             )
         encoder = sae.encoder[chosen].to(self.device)
         encoder_bias = sae.encoder_bias[chosen].to(self.device)
-        return DeviceSae(encoder, encoder_bias, decoder, bias, sae.activation.part(chosen).to(self.device))
+        activation = sae.activation.part(chosen).to(self.device)
+        return DeviceSae(encoder, encoder_bias, decoder, bias, activation, sae.normalize)
 
     @property
     def num_bytes(self) -> int:
@@ -183,15 +191,17 @@ class SaeHost:
         rows = self.view.by_unit(x)
         every_unit = data.every_unit and len(rows) == kind.units
         units = self.view.read(rows, None if every_unit else data.index, context)
-        topk = encode_topk(self.weights, units.v) if kind.room or kind.error == "drop" else None
+        normalized = normalize_rows(units.v, self.weights.normalize)
+        v = normalized.rows
+        topk = encode_topk(self.weights, v) if kind.room or kind.error == "drop" else None
         if kind.error == "drop":
-            v = reconstruct(self.weights, units.v, topk)
-            new = self.view.replaced(units, self._plus_change(v, units.v, data, topk))
-        elif units.share is None:
-            new = self._plus_change(units.old, units.v, data, topk)
+            reconstruction = self._plus_change(reconstruct(self.weights, v, topk), v, data, topk)
+            new = self.view.replaced(units, normalized.restore(reconstruction))
+        elif units.share is None and normalized.scale is None:
+            new = self._plus_change(units.old, v, data, topk)
         else:
-            zero = torch.zeros_like(units.v)
-            new = self.view.changed(units, self._plus_change(zero, units.v, data, topk))
+            change = self._plus_change(torch.zeros_like(v), v, data, topk)
+            new = self.view.changed(units, normalized.restore_change(change))
         new = new.to(x.dtype)
         return (new if every_unit else rows.index_copy(0, data.index, new)).view(x.shape)
 

@@ -18,8 +18,10 @@ from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CapacityError, CheckpointError, HubError, OptionError
 from birkhoff.hf_hub import resolve
+from birkhoff.sae.dictionary import Sae
 from tests.cli.conftest import COMMAND, clean_environment
 from tests.hub_server import HubServer, hub_server
+from tests.sae.reference import random_sae
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_the_command_prints_the_plan_then_downloads(tiny, tmp_path):
         "to download",
         "free on disk",
         f"1.27 MiB of {total / 2**20:.2f} MiB",
-        "complete. Use it as org/tiny",
+        "complete. Use it by its name: birkhoff chat --model org/tiny",
     ]
     places = [said.find(mark) for mark in marks]
     assert -1 not in places and places.index(max(places)) == len(places) - 1, (said, places)
@@ -148,6 +150,23 @@ def test_another_architecture_and_plain_files_are_downloaded_without_a_plan(serv
         "org/other", "--include", "*.json", "--include", "*.npz", "--exclude", "config*", "--json"
     )
     assert list(json.loads(out)["files"]) == ["layer_3/params.npz"]
+
+
+def test_a_published_sae_is_pulled_by_its_name(server, tmp_path):
+    folder = tmp_path / "res-jb/blocks.8.hook_resid_pre"
+    random_sae("relu", hook="pre_attn", layer=8).save(folder)
+    random_sae("relu").save(tmp_path / "res-jb/blocks.9.hook_resid_pre")
+    server.repos["jbloom/GPT2-Small-SAEs-Reformatted"] = tmp_path / "res-jb"
+    name = "gpt2-small-res-jb/blocks.8.hook_resid_pre"
+    with pytest.raises(
+        HubError, match=r"birkhoff pull jbloom/GPT2-Small-SAEs-Reformatted/blocks\.8\.hook_resid_pre"
+    ):
+        Sae.load(name)
+    status, out, said = run(name)
+    assert status == 0 and f'Sae.load("{name}")' in said
+    assert {path.name for path in Path(out.strip()).parent.iterdir()} == {"blocks.8.hook_resid_pre"}
+    sae = Sae.load(name)
+    assert (sae.hook, sae.layer, sae.metadata["centered"]) == ("pre_attn", 8, True)
 
 
 def test_a_gguf_file(server, tiny, tmp_path):

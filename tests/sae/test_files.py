@@ -48,10 +48,26 @@ def lens_tensors(kind):
     return tensors | ({"threshold": random_tensor(F, seed=7) * 0.5} if kind == "jumprelu" else {})
 
 
+def lens_input(config, x):
+    """A row as the encoder sees it, and what its reconstruction is multiplied by and moved by."""
+    x = x.double()
+    if config.get("model_from_pretrained_kwargs", {}).get("center_writing_weights"):
+        x = x - x.mean(-1, keepdim=True)
+    mode = config.get("normalize_activations")
+    if mode == "layer_norm":
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return (x - mean) / (std + 1e-5), std, mean
+    if mode == "constant_norm_rescale":
+        factor = D**0.5 / x.norm(dim=-1, keepdim=True)
+        return x * factor, 1 / factor, 0.0
+    factor = config.get("factor", 1.0)
+    return x * factor, 1 / factor, 0.0
+
+
 def lens_features(tensors, config, x):
     """The encoders of SAELens, with its order of operations."""
     w = {name: tensor.double() for name, tensor in tensors.items()}
-    x = x.double() * config.get("factor", 1.0)
+    x = lens_input(config, x)[0]
     x = x - w["b_dec"] * config.get("apply_b_dec_to_input", True)
     kind = config["architecture"]
     if kind == "gated":
@@ -65,11 +81,13 @@ def lens_features(tensors, config, x):
     return z.relu() * (z > w["threshold"]) if kind == "jumprelu" else z.relu()
 
 
-def lens_rows(tensors, config, f):
+def lens_rows(tensors, config, f, x):
     f = f / tensors["W_dec"].double().norm(dim=-1) if config.get("rescale_acts_by_decoder_norm") else f
-    return (f @ tensors["W_dec"].double() + tensors["b_dec"].double()) / config.get("factor", 1.0)
+    _, scale, shift = lens_input(config, x)
+    return (f @ tensors["W_dec"].double() + tensors["b_dec"].double()) * scale + shift
 
 
+CENTERED = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
 LENS = [
     {"architecture": "standard"},
     {"architecture": "standard", "apply_b_dec_to_input": False},
@@ -80,6 +98,12 @@ LENS = [
     {"architecture": "topk", "k": 5, "rescale_acts_by_decoder_norm": True},
     {"architecture": "gated"},
     {"architecture": "gated", "normalize_activations": "expected_average_only_in", "factor": 2.5},
+    {"architecture": "standard", "normalize_activations": True, "factor": 0.37},
+    {"architecture": "standard", "normalize_activations": "layer_norm"},
+    {"architecture": "topk", "k": 5, "normalize_activations": "layer_norm", "apply_b_dec_to_input": False},
+    {"architecture": "jumprelu", "normalize_activations": "constant_norm_rescale"},
+    {"architecture": "standard", **CENTERED},
+    {"architecture": "gated", "normalize_activations": "expected_average_only_in", "factor": 2.5, **CENTERED},
 ]
 
 
@@ -98,7 +122,7 @@ def test_saelens_files_compute_what_saelens_computes(config, tmp_path):
     assert (expected > 0).any() and sae.hook == "mlp_out" and sae.layer == 3
     np.testing.assert_allclose(sae.encode(X).numpy(), expected.numpy(), atol=2e-5)
     np.testing.assert_allclose(
-        sae.reconstruct(X).numpy(), lens_rows(tensors, config, expected).numpy(), atol=1e-4
+        sae.reconstruct(X).numpy(), lens_rows(tensors, config, expected, X).numpy(), atol=1e-4
     )
 
 
@@ -150,7 +174,17 @@ def test_dictionaries_that_saelens_cannot_express_are_not_saved(tmp_path):
     [
         ({"architecture": "temporal"}, "architecture 'temporal'"),
         ({"architecture": "standard", "activation_fn": "tanh-relu"}, "activation 'tanh-relu'"),
-        ({"architecture": "standard", "normalize_activations": "layer_norm"}, "scales every row by itself"),
+        (
+            {"architecture": "standard", "activation_fn": "tanh-relu", "activation_fn_kwargs": {"a": 1}},
+            "tanh-relu",
+        ),
+        ({"architecture": "standard", "normalize_activations": "covariance_whitening"}, "expected none"),
+        ({"architecture": "standard", "hook_head_index": 3}, "one attention head"),
+        ({"architecture": "standard", "metadata": {"hook_head_index": 0}}, "one attention head"),
+        (
+            {"architecture": "standard", "normalize_activations": "constant_norm_rescale", **CENTERED},
+            "cannot be folded together",
+        ),
         (
             {"architecture": "standard", "normalize_activations": "expected_average_only_in"},
             "activation_scaler.json",
@@ -197,11 +231,16 @@ def scope_arrays():
     }
 
 
-@pytest.mark.parametrize("file_name", ["params.npz", "other.npz"])
-def test_gemma_scope_files_compute_what_they_were_trained_for(file_name, tmp_path):
+@pytest.mark.parametrize("lower", [False, True], ids=["W_enc", "w_enc"])
+@pytest.mark.parametrize("file_name", ["params.npz", "other.npz", "params.safetensors"])
+def test_gemma_scope_files_compute_what_they_were_trained_for(file_name, lower, tmp_path):
     tensors = scope_arrays()
-    np.savez(tmp_path / file_name, **tensors)
-    sae = Sae.load(tmp_path if file_name == "params.npz" else tmp_path / file_name, "mlp_out", 2)
+    stored = {name.replace("W_", "w_") if lower else name: array for name, array in tensors.items()}
+    if file_name.endswith(".npz"):
+        np.savez(tmp_path / file_name, **stored)
+    else:
+        save_file({name: torch.from_numpy(array) for name, array in stored.items()}, tmp_path / file_name)
+    sae = Sae.load(tmp_path / file_name if file_name == "other.npz" else tmp_path, "mlp_out", 2)
     z = X.double().numpy() @ tensors["W_enc"].astype(float) + tensors["b_enc"]
     expected = (z > tensors["threshold"]) * np.maximum(z, 0)
     np.testing.assert_allclose(sae.encode(X), expected, atol=2e-5)

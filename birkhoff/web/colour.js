@@ -99,3 +99,13 @@ export function rampLegend(low, high, ramp = amount, from = 0) {
   node.append(low, canvas, high);
   return node;
 }
+
+/** A table cell in this colour. */
+export function shadedCell(rgb, text, title = "") {
+  const cell = document.createElement("td");
+  cell.style.backgroundColor = css(rgb);
+  cell.style.color = textColourOn(rgb);
+  cell.title = title;
+  cell.textContent = text;
+  return cell;
+}

@@ -1,7 +1,7 @@
 // The contrast page: compares two sets of texts by layer and stream and saves the direction as a vector.
 import { post } from "./api.js";
-import { amount, css, textColourOn } from "./colour.js";
-import { empty, fault, fill, h, panel, exportButtons, toast } from "./dom.js";
+import { amount, shadedCell } from "./colour.js";
+import { empty, fault, fill, h, panel, exportButtons, rowHead, table, toast } from "./dom.js";
 import { loadVectors } from "./vectors.js";
 
 export function contrastPage(store) {
@@ -63,45 +63,11 @@ export function contrastPage(store) {
       return;
     }
     const best = result.best;
+    const cell = (auc) => shadedCell(amount(Math.max(0, (auc - 0.5) * 2)), auc.toFixed(2));
+    const rows = result.table.map((row, i) => [rowHead(String(result.layers[i])), row.map(cell)]);
     fill(
       body,
-      h(
-        "div",
-        { class: "scroll" },
-        h(
-          "table",
-          { class: "matrix" },
-          h(
-            "thead",
-            {},
-            h(
-              "tr",
-              {},
-              h("th", {}, "layer"),
-              result.columns.map((c) => h("th", { scope: "col" }, c)),
-            ),
-          ),
-          h(
-            "tbody",
-            {},
-            result.table.map((row, i) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, String(result.layers[i])),
-                row.map((auc) => {
-                  const rgb = amount(Math.max(0, (auc - 0.5) * 2));
-                  return h(
-                    "td",
-                    { style: { "background-color": css(rgb), color: textColourOn(rgb) } },
-                    auc.toFixed(2),
-                  );
-                }),
-              ),
-            ),
-          ),
-        ),
-      ),
+      table("matrix", ["layer", ...result.columns], rows),
       h(
         "p",
         { class: "note" },

@@ -62,6 +62,19 @@ export function panel(title, hint, { tools = [], wide = false, name = "" } = {},
   );
 }
 
+/** A table that scrolls. `rows` are arrays of cells. */
+export function table(kind, head, rows) {
+  const titles = head.map((title) => h("th", { scope: "col" }, title));
+  const lines = rows.map((cells) => h("tr", {}, cells));
+  return h(
+    "div",
+    { class: "scroll" },
+    h("table", { class: kind }, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, lines)),
+  );
+}
+
+export const rowHead = (text) => h("th", { scope: "row" }, text);
+
 export const empty = (text) => h("p", { class: "empty" }, text);
 export const fault = (error) =>
   h(

@@ -1,8 +1,7 @@
 // Attention of the pinned token over the text, and the experts it was routed to.
-import { post } from "./api.js";
 import { amount, canvasOf, css, ink, isDark } from "./colour.js";
-import { empty, fault, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
-import { tokenIds, pinnedFrame, pinnedToken, pythonScript } from "./pinned.js";
+import { empty, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
+import { askAboutPin, tokenIds, pinnedFrame, pythonScript } from "./pinned.js";
 import { tokensOf } from "./store.js";
 
 const ROW = 20,
@@ -11,10 +10,6 @@ const ROW = 20,
 
 export function memoryPanel(store) {
   const body = h("div", { class: "stack" });
-  let result = null,
-    requestKey = "",
-    timer = 0,
-    stop = null;
   const node = panel(
     "Attention memory map",
     "Attention of the pinned token, one line per layer: the sliding window token by token, " +
@@ -24,7 +19,7 @@ export function memoryPanel(store) {
       wide: true,
       name: "memory",
       tools: exportButtons(
-        () => result ?? {},
+        () => current() ?? {},
         () =>
           pythonScript(
             `token_ids = ${JSON.stringify(tokenIds(store.state, store.state.pin?.position ?? -1))}`,
@@ -35,8 +30,7 @@ export function memoryPanel(store) {
     },
     body,
   );
-  const draw = () => {
-    if (!result) return;
+  const draw = (result) => {
     const length = result.position + 1,
       width = Math.max(300, body.clientWidth || 600),
       inner = width - LEFT - RIGHT,
@@ -116,38 +110,12 @@ export function memoryPanel(store) {
       ),
     );
   };
-  const load = async () => {
-    const state = store.state;
-    if (!pinnedToken(state)) {
-      result = null;
-      requestKey = "";
-      fill(body, empty("Pin a token to see its attention."));
-      return;
-    }
-    const ids = tokenIds(state, state.pin.position),
-      key = ids.join();
-    if (key === requestKey) return;
-    requestKey = key;
-    stop?.abort();
-    stop = new AbortController();
-    try {
-      const answer = await post("/v1/interp/attention", { token_ids: ids, position: -1 }, stop.signal);
-      if (requestKey === key) {
-        result = answer;
-        draw();
-      }
-    } catch (error) {
-      if (error.name !== "AbortError") {
-        requestKey = "";
-        fill(body, fault(error));
-      }
-    }
+  const question = {
+    path: "/v1/interp/attention",
+    hint: "Pin a token to see its attention.",
+    delay: 90,
   };
-  store.on(["pin", "run"], (state) => {
-    clearTimeout(timer);
-    if (state.run.status !== "running") timer = setTimeout(load, 90);
-  });
-  store.on(["theme"], draw, false);
+  const current = askAboutPin(store, body, question, draw);
   return node;
 }
 

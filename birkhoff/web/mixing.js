@@ -1,6 +1,6 @@
 // The mixers of every sublayer for one token, and their product between two sublayers.
-import { amount, canvasOf, css, ink, textColourOn, streamColour } from "./colour.js";
-import { empty, fill, h, hideTip, panel, showTip, exportButtons } from "./dom.js";
+import { amount, canvasOf, css, ink, shadedCell, streamColour } from "./colour.js";
+import { empty, fill, h, hideTip, panel, rowHead, showTip, exportButtons, table } from "./dom.js";
 import { pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
 
 const CELL = 14,
@@ -186,45 +186,12 @@ export function lineagePanel(store) {
     if (Number(to.value) < Number(from.value)) to.value = from.value;
     const product = value(),
       m = product.length;
+    const names = product.map((_, i) => `stream ${i}`);
+    const cell = (x) => shadedCell(amount(x), x.toFixed(3));
+    const rows = product.map((line, i) => [rowHead(names[i]), line.map(cell)]);
     fill(
       body,
-      h(
-        "div",
-        { class: "scroll" },
-        h(
-          "table",
-          { class: "matrix" },
-          h(
-            "thead",
-            {},
-            h(
-              "tr",
-              {},
-              h("th", {}, "from \\ to"),
-              product.map((_, j) => h("th", { scope: "col" }, `stream ${j}`)),
-            ),
-          ),
-          h(
-            "tbody",
-            {},
-            product.map((line, i) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, `stream ${i}`),
-                line.map((x) => {
-                  const rgb = amount(x);
-                  return h(
-                    "td",
-                    { style: { "background-color": css(rgb), color: textColourOn(rgb) } },
-                    x.toFixed(3),
-                  );
-                }),
-              ),
-            ),
-          ),
-        ),
-      ),
+      table("matrix", ["from \\ to", ...names], rows),
       h("p", { class: "note" }, spread(product, m)),
     );
   };

@@ -1,4 +1,6 @@
 // The pinned token, which all panels show.
+import { post } from "./api.js";
+import { empty, fault, fill } from "./dom.js";
 import { tokensOf } from "./store.js";
 
 export function framesOf(state) {
@@ -11,6 +13,47 @@ export function pinnedFrame(state) {
 
 export function pinnedToken(state) {
   return state.pin ? (tokensOf(state.run, state.pin.twin)[state.pin.position] ?? null) : null;
+}
+
+/**
+ * Asks the server about the pinned token whenever the pin or the text changes, and calls `draw(answer)`. Returns a
+ * function that gives the last answer, or null.
+ */
+export function askAboutPin(store, body, { path, fields = {}, hint, delay }, draw) {
+  let answer = null,
+    requestKey = "",
+    timer = 0,
+    stop = null;
+  const load = async () => {
+    const state = store.state;
+    if (!pinnedToken(state)) {
+      answer = null;
+      requestKey = "";
+      fill(body, empty(hint));
+      return;
+    }
+    const ids = tokenIds(state, state.pin.position),
+      key = ids.join();
+    if (key === requestKey) return;
+    requestKey = key;
+    stop?.abort();
+    stop = new AbortController();
+    try {
+      const result = await post(path, { token_ids: ids, position: -1, ...fields }, stop.signal);
+      if (requestKey === key) draw((answer = result));
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        requestKey = "";
+        fill(body, fault(error));
+      }
+    }
+  };
+  store.on(["pin", "run"], (state) => {
+    clearTimeout(timer);
+    if (state.run.status !== "running") timer = setTimeout(load, delay);
+  });
+  store.on(["theme"], () => answer && draw(answer), false);
+  return () => answer;
 }
 
 /** Token ids up to and including position `upTo`, or of the whole text. */

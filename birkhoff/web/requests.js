@@ -1,6 +1,6 @@
 // The requests page (active requests) and the captures page (captured files).
 import { call, keys, post } from "./api.js";
-import { empty, fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
+import { empty, fault, fill, h, panel, exportButtons, table, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 
 export function requestPage(store) {
@@ -36,57 +36,25 @@ export function requestPage(store) {
       toast(error.message);
     }
   };
+  const head = ["request", "state", "prompt", "computed", "generated", "max tokens", "steered", ""];
+  const cells = (r) => [
+    h("td", { class: "mono" }, visible(r.id)),
+    h("td", { "data-name": head[1] }, r.state),
+    [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n, i) =>
+      h("td", { class: "number", "data-name": head[i + 2] }, String(n)),
+    ),
+    h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
+    h("td", {}, h("button", { type: "button", class: "small", onclick: () => cancel(r.id) }, "Cancel")),
+  ];
   const refresh = async () => {
     if (node.hidden || document.hidden || !node.isConnected) return;
     try {
       last = await call("/slots");
-      const head = ["request", "state", "prompt", "computed", "generated", "max tokens", "steered", ""];
       fill(
         body,
         h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`),
         last.requests.length
-          ? h(
-              "div",
-              { class: "scroll" },
-              h(
-                "table",
-                { class: "cards" },
-                h(
-                  "thead",
-                  {},
-                  h(
-                    "tr",
-                    {},
-                    head.map((t) => h("th", { scope: "col" }, t)),
-                  ),
-                ),
-                h(
-                  "tbody",
-                  {},
-                  last.requests.map((r) =>
-                    h(
-                      "tr",
-                      {},
-                      h("td", { class: "mono" }, visible(r.id)),
-                      h("td", { "data-name": head[1] }, r.state),
-                      [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n, i) =>
-                        h("td", { class: "number", "data-name": head[i + 2] }, String(n)),
-                      ),
-                      h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
-                      h(
-                        "td",
-                        {},
-                        h(
-                          "button",
-                          { type: "button", class: "small", onclick: () => cancel(r.id) },
-                          "Cancel",
-                        ),
-                      ),
-                    ),
-                  ),
-                ),
-              ),
-            )
+          ? table("cards", head, last.requests.map(cells))
           : empty("No active requests."),
       );
     } catch (error) {
@@ -140,6 +108,21 @@ export function capturePage(store) {
       ),
     ),
   );
+  const cells = (c) => {
+    const link = {
+      href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`,
+      download: `${c.id}.safetensors`,
+      onclick: (event) => save(event, c.id),
+    };
+    const look = { type: "button", class: "small", onclick: () => slice(c.id) };
+    return [
+      h("td", { class: "mono" }, visible(c.id)),
+      h("td", { "data-name": "state" }, c.status),
+      h("td", { class: "number", "data-name": "rows" }, String(c.rows ?? "")),
+      h("td", { class: "number", "data-name": "kilobytes" }, ((c.bytes ?? NaN) / 1000).toFixed(0)),
+      h("td", {}, h("a", link, "download"), " ", h("button", look, "look")),
+    ];
+  };
   const refresh = async () => {
     if (node.hidden || !node.isConnected) return;
     try {
@@ -148,56 +131,7 @@ export function capturePage(store) {
       fill(
         list,
         captures.length
-          ? h(
-              "div",
-              { class: "scroll" },
-              h(
-                "table",
-                { class: "cards" },
-                h(
-                  "thead",
-                  {},
-                  h(
-                    "tr",
-                    {},
-                    ["id", "state", "rows", "kilobytes", ""].map((t) => h("th", {}, t)),
-                  ),
-                ),
-                h(
-                  "tbody",
-                  {},
-                  captures.map((c) =>
-                    h(
-                      "tr",
-                      {},
-                      h("td", { class: "mono" }, visible(c.id)),
-                      h("td", { "data-name": "state" }, c.status),
-                      h("td", { class: "number", "data-name": "rows" }, String(c.rows ?? "")),
-                      h(
-                        "td",
-                        { class: "number", "data-name": "kilobytes" },
-                        ((c.bytes ?? NaN) / 1000).toFixed(0),
-                      ),
-                      h(
-                        "td",
-                        {},
-                        h(
-                          "a",
-                          {
-                            href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`,
-                            download: `${c.id}.safetensors`,
-                            onclick: (event) => save(event, c.id),
-                          },
-                          "download",
-                        ),
-                        " ",
-                        h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"),
-                      ),
-                    ),
-                  ),
-                ),
-              ),
-            )
+          ? table("cards", ["id", "state", "rows", "kilobytes", ""], captures.map(cells))
           : empty("No captures yet."),
       );
     } catch (error) {

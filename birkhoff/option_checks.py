@@ -42,15 +42,7 @@ def check_int(
     return number
 
 
-def check_float(
-    name: str,
-    value: object,
-    low: float,
-    high: float,
-    *,
-    exclude_low: bool = False,
-    error: Errors = OptionError,
-) -> float:
+def check_float(name: str, value: object, low: float, high: float, *, exclude_low: bool = False) -> float:
     """Return `value` as a finite float within [low, high], or (low, high] with `exclude_low`."""
     number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -60,7 +52,7 @@ def check_float(
             number = math.nan
     if not low <= number <= high or (exclude_low and number == low):
         bounds = f"above {low:g} and up to {high:g}" if exclude_low else f"from {low:g} to {high:g}"
-        raise error(f"{name} is {quoted(value)}, expected a number {bounds}.")
+        raise OptionError(f"{name} is {quoted(value)}, expected a number {bounds}.")
     return number
 
 
@@ -71,10 +63,10 @@ def check_bool(name: str, value: object, error: Errors = OptionError) -> bool:
     return value
 
 
-def check_choice(name: str, value: object, choices: Sequence[str], error: Errors = OptionError) -> str:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
     """Return `value` when it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise error(f"{name} is {quoted(value)}, expected one of {', '.join(map(repr, choices))}.")
+        raise OptionError(f"{name} is {quoted(value)}, expected one of {', '.join(map(repr, choices))}.")
     return value
 
 

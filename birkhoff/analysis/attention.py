@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 QUERY_BLOCK = 128  # query tokens per block; bounds the memory of the weights
 KINDS = {0: "window", 4: "csa", 128: "hca"}  # layer kind by compression ratio
 
+SMALLEST_WEIGHT = 1e-4  # of a span in JSON
+
 
 @dataclass(frozen=True)
 class AttentionReadout:
@@ -84,23 +86,23 @@ def attention_masses(engine: Engine, token_ids: Sequence[int], steer: Steering =
     return torch.stack(masses)
 
 
-def attention_json(readouts: Sequence[AttentionReadout], smallest: float = 1e-4) -> list[dict[str, Any]]:
+def attention_json(readouts: Sequence[AttentionReadout]) -> list[dict[str, Any]]:
     """Convert readouts to JSON: spans `[from, to)` of the text with their weight.
 
-    Weights below `smallest` are summed in `rest`, so that all weights still sum to 1.
+    Weights below `SMALLEST_WEIGHT` are summed in `rest`, so that all weights still sum to 1.
     """
     layers = []
     for readout in readouts:
         spans, rest = [], 0.0
         for offset, weight in enumerate(readout.window.tolist()):
-            if weight >= smallest:
+            if weight >= SMALLEST_WEIGHT:
                 start = readout.first + offset
                 spans.append({"from": start, "to": start + 1, "weight": weight})
             else:
                 rest += weight
         blocks = []
         for entry, (weight, chosen) in enumerate(zip(readout.entries.tolist(), readout.chosen.tolist())):
-            if weight >= smallest:
+            if weight >= SMALLEST_WEIGHT:
                 start = entry * readout.ratio
                 blocks.append(
                     {"from": start, "to": start + readout.ratio, "weight": weight, "chosen": chosen}

@@ -52,7 +52,6 @@ def train_sae(
     *,
     every: int = 200,
     progress: ProgressCallback | None = None,
-    metadata: dict[str, Any] | None = None,
 ) -> TrainResult:
     """Train an SAE and save it to `out` if given; a checkpoint is written there every `every` steps."""
     settings = {
@@ -77,9 +76,9 @@ def train_sae(
         if out is not None and trainer.done % every == 0 and trainer.done < options.steps:
             _save_checkpoint(out, trainer, settings)
     last_batches = [next(batches) for _ in range(FINISH_BATCHES)]
-    all_metadata = {**(metadata or {}), "training": asdict(options) | {"rows": trainer.rows_seen}}
+    metadata = {"training": asdict(options) | {"rows": trainer.rows_seen}}
     sae = trainer.finish(
-        last_batches, hook=source.hook, layer=source.layer, view=source.view, metadata=all_metadata
+        last_batches, hook=source.hook, layer=source.layer, view=source.view, metadata=metadata
     )
     if out is not None:
         sae.save(out)

@@ -93,9 +93,9 @@ def compare_answers(name: str, steered: Sequence[ScoredAnswer], plain: Sequence[
     return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(losses))
 
 
-def random_like(vector: SteeringVector, seed: int = 0) -> SteeringVector:
+def random_like(vector: SteeringVector) -> SteeringVector:
     """Return a random vector with the same layers, norms and zero entries."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows = {}
     for layer, row in vector.rows.items():
         original = row.tensor()

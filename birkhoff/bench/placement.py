@@ -47,9 +47,9 @@ def hot_fraction(target: str, config: V4Config) -> float:
         return plan_budget(config, memory, default_cache_bytes(config, memory)).share
 
 
-def random_resident(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+def random_resident(layers: int, experts: int, share: float) -> torch.Tensor:
     """[layers, experts] bool: a random fraction `share` of all experts."""
-    order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(0))
     chosen = order[: round(share * layers * experts)]
     return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
 

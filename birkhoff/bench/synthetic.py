@@ -88,10 +88,10 @@ def random_placed(
     return model, store
 
 
-def skew_routing(model: Transformer, strength: float, seed: int = 0) -> None:
+def skew_routing(model: Transformer, strength: float) -> None:
     """Make experts unequally popular, as with text: scores are lowered by `strength` times the logarithm of a random
     rank per layer, and hash tables are sampled with probabilities of 1 / rank."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     for block in model.layers:
         assert isinstance(block, Block)
         gate = block.ffn.gate

@@ -20,9 +20,9 @@ import torch
 
 from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
 from birkhoff.hooks.site_runner import LayerTap, PostMix, SiteRunner
-from birkhoff.hooks.sites import BY_NAME, Site
+from birkhoff.hooks.sites import BY_NAME
 from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits, bucket
-from birkhoff.hooks.tap import NoTap, Reads, Tap, stack_parts
+from birkhoff.hooks.tap import NoTap, Tap, stack_parts
 
 RowObserver = Callable[[Plan, Job, SiteRows], None]  # called with rows before they are delivered to a job
 RowSource = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # rows of a request on the host, by its index
@@ -87,12 +87,11 @@ class CaptureLayout:
 
 
 class StepStaging:
-    """Index and staging buffers that persist between steps. Each site has `depth` staging buffers, so that one can be
-    read while another is filled."""
+    """Index and staging buffers that persist between steps. Each site has two staging buffers, so that one can be read
+    while the other is filled."""
 
-    def __init__(self, device: torch.device | str = "cpu", depth: int = 2):
+    def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.depth = depth
         self._turn = 0
         self.edit_builder = StepEditBuilder(self.device)
         self.last_edit_tap: BatchTap | None = (
@@ -108,7 +107,7 @@ class StepStaging:
         return self._layout
 
     def next_turn(self) -> None:
-        self._turn = (self._turn + 1) % self.depth
+        self._turn = 1 - self._turn
 
     def index(self, site: CaptureSite) -> torch.Tensor:
         size = bucket(len(site.rows))
@@ -136,7 +135,7 @@ class StepStaging:
         return torch.index_select(parts[0], 0, index, out=buffer)
 
 
-class BatchTap:
+class BatchTap(NoTap):
     """The captures and edits of one step. The model gets its layers' taps from `at`."""
 
     def __init__(
@@ -183,17 +182,6 @@ class BatchTap:
 
     def _stage(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> None:
         self._staged[site] = self._staging.copy(site, parts)
-
-    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x
-
-    def see(self, site: Site, *parts: torch.Tensor) -> None:
-        pass
 
     def set_source(self, source: RowSource) -> None:
         """Deliver rows from `source` instead of the staging buffers: the step ran as a recorded graph."""

@@ -57,7 +57,7 @@ class NoTap:
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
 
-    def at(self, layer: int) -> NoTap:
+    def at(self, layer: int) -> Tap:
         return self
 
 

@@ -16,6 +16,7 @@ import torch
 
 from birkhoff.errors import SteeringError, quoted
 
+FOLDS = 5
 METHODS = ("mean_diff", "pca")
 
 
@@ -79,12 +80,7 @@ def auc(positive: torch.Tensor, negative: torch.Tensor) -> float:
 
 
 def separate(
-    hook: str,
-    layer: int,
-    positive: torch.Tensor,
-    negative: torch.Tensor,
-    folds: int = 5,
-    how: str = "mean_diff",
+    hook: str, layer: int, positive: torch.Tensor, negative: torch.Tensor, how: str = "mean_diff"
 ) -> list[Separation]:
     """One entry for the whole row and, with streams, one for each stream.
 
@@ -95,13 +91,13 @@ def separate(
     ]
     if positive.ndim == 3:
         parts += [(stream, positive[:, stream], negative[:, stream]) for stream in range(positive.shape[1])]
-    return [_separation(hook, layer, stream, up, down, folds, how) for stream, up, down in parts]
+    return [_separation(hook, layer, stream, up, down, how) for stream, up, down in parts]
 
 
 def _separation(
-    hook: str, layer: int, stream: int | None, up: torch.Tensor, down: torch.Tensor, folds: int, how: str
+    hook: str, layer: int, stream: int | None, up: torch.Tensor, down: torch.Tensor, how: str
 ) -> Separation:
-    folds = max(2, min(folds, len(up), len(down)))
+    folds = max(2, min(FOLDS, len(up), len(down)))
     high, low = torch.empty(len(up)), torch.empty(len(down))
     for fold in range(folds):
         up_held = torch.arange(len(up)) % folds == fold

@@ -211,7 +211,7 @@ def test_t_cap_2_the_first_broken_rule_is_the_one_that_is_named():
 
 def test_t_cap_2_messages_name_valid_values():
     message = str(refused({"memory": part(hooks={"mlp_uot": [1]})}))
-    assert "Did you mean mlp_out?" in message and ", ".join(sorted(V4)) in message
+    assert "Did you mean 'mlp_out'?" in message and ", ".join(sorted(V4)) in message
     message = str(refused({"memory": part(hooks={"post_block": "all"})}))
     assert all(
         hook in message

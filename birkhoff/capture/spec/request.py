@@ -213,18 +213,16 @@ class ResolvedCapture:
 CaptureSpecs = Mapping[str, Any]  # by consumer: a `Capture`, or its wire form
 
 
-def resolve_capture_request(
-    specs: CaptureSpecs, context: CaptureContext, path: str = "capture"
-) -> dict[str, ResolvedCapture]:
+def resolve_capture_request(specs: CaptureSpecs, context: CaptureContext) -> dict[str, ResolvedCapture]:
     """Check and resolve all captures of a request. The limit on bytes applies to all consumers together."""
     if not isinstance(specs, Mapping) or not specs or not all(isinstance(name, str) for name in specs):
         example = '{"memory": {"hooks": {"mlp_out": [3]}, "positions": "last_prompt"}}'
         message = f"is {quoted(specs)}, expected an object keyed by consumer, such as {example}."
-        raise CaptureValidationError(message, path, "V1")
+        raise CaptureValidationError(message, "capture", "V1")
     resolved = {}
     for consumer, spec in specs.items():
         fields = spec.fields() if isinstance(spec, Capture) else spec
-        values, resolution = check(fields, field_path(path, consumer), consumer, context)
+        values, resolution = check(fields, field_path("capture", consumer), consumer, context)
         assert resolution is not None
         context = replace(context, spent_bytes=context.spent_bytes + resolution.estimate.bytes)
         capture = spec if isinstance(spec, Capture) else Capture.__new__(Capture)._fill(values)

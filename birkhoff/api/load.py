@@ -34,6 +34,7 @@ from birkhoff.free_memory import free_host_bytes
 from birkhoff.hf.checkpoint import read_config, runs_here
 from birkhoff.hf.open_model import context_for, make_core, open_model
 from birkhoff.kernels import gpu, jit
+from birkhoff.kernels.packed import PackedType, native
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
@@ -53,7 +54,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a checkpoint runs here. `packed`: weights stay FP8 and FP4 codes, which kernels read directly."""
+    """How a checkpoint runs here. `packed`: weights stay in the types in which they are stored, which kernels read
+    directly; on a GPU, FP8 and FP4 codes in the layout of the release."""
 
     device: torch.device
     numerics: Numerics
@@ -205,15 +207,44 @@ def _check_context(options: EngineOptions, checkpoint: Checkpoint) -> None:
 def _plan_run(options: EngineOptions, checkpoint: Checkpoint) -> RunPlan:
     device = _select_device(options.device)
     kernels = _select_kernels(options.kernels, device)
-    packed = kernels == "triton" and options.numerics == "plain" and _stored_packed(checkpoint)
-    # Packed decoding has no kernels for draft tokens: speculation is off there unless it is requested.
-    speculative = False if packed and options.speculative == "auto" else options.speculative
+    on_gpu = kernels == "triton"
+    packed = _runs_packed(options, kernels, checkpoint)
+    # Packed decoding on a GPU has no kernels for draft tokens: speculation is off there unless it is requested.
+    speculative = False if packed and on_gpu and options.speculative == "auto" else options.speculative
     speculation = parse_speculation(speculative, checkpoint.has_mtp, options.batch_invariant)
     on_cpu = options.dtype == "auto" and device.type == "cpu"
     dtype = torch.float32 if on_cpu else _DTYPES.get(options.dtype, torch.bfloat16)
     numerics = Numerics(dtype, options.numerics == "released", select(kernels))
-    with_mtp = checkpoint.has_mtp and not (packed and speculation.depth == 0)  # saves device memory
+    # Saves device memory.
+    with_mtp = checkpoint.has_mtp and not (packed and on_gpu and speculation.depth == 0)
     return RunPlan(device, numerics, packed, speculation, with_mtp)
+
+
+def _runs_packed(options: EngineOptions, kernels: Choice, checkpoint: Checkpoint) -> bool:
+    """Whether weights stay as stored: if the kernels can read them, unless they are to be dense."""
+    if options.weights == "dense":
+        return False
+    if kernels == "triton":
+        packed = options.numerics == "plain" and _stored_packed(checkpoint)
+    else:
+        packed = (
+            kernels == "cpu"
+            and options.numerics == "plain"
+            and options.dtype in ("auto", "float32")
+            and native.available()
+        )
+    if options.weights == "packed" and not packed:
+        raise OptionError(
+            "weights is 'packed', which needs plain numerics and on a CPU float32, Numba and a C++ compiler, on a GPU "
+            "Triton and a checkpoint in the released formats. Use weights='auto'."
+        )
+    return packed
+
+
+def _stored_types(checkpoint: Checkpoint) -> dict[str, PackedType]:
+    """The type of every matrix that kernels can read as stored, by name."""
+    types = {name: checkpoint[name].packed_type for name in checkpoint if name.endswith(".weight")}
+    return {name: kind for name, kind in types.items() if kind is not None}
 
 
 def _select_device(device: str) -> torch.device:
@@ -255,10 +286,13 @@ def _build_model(
     options: EngineOptions, checkpoint: Checkpoint, run: RunPlan
 ) -> tuple[Transformer, PlacedExperts | None]:
     """The model with uninitialised weights on its device, and its expert store when experts are divided."""
+    on_gpu = run.numerics.kernels.on_gpu
     with torch.device("meta"):
-        network = Transformer(checkpoint.config, run.numerics, run.packed, mtp=run.with_mtp)
+        network = Transformer(checkpoint.config, run.numerics, run.packed and on_gpu, mtp=run.with_mtp)
+        if run.packed and not on_gpu:
+            network.store_as(_stored_types(checkpoint))
     placed = None
-    if run.packed:
+    if run.packed and on_gpu:
         placed = place_experts(
             network,
             options.placement,

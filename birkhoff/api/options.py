@@ -46,6 +46,7 @@ class EngineKwargs(TypedDict, total=False):
     dtype: str
     numerics: str
     kernels: str
+    weights: str
     experts: str | int | float
     gpu_memory: str | int | None
     expert_counts: str | Path | None
@@ -81,6 +82,11 @@ class EngineOptions:
     )
     numerics: str = option("plain", "plain, or released: round activations as the released model does.")
     kernels: str = option("auto", "Kernel backend: auto, reference (slow, plain PyTorch) or triton.")
+    weights: str = option(
+        "auto",
+        "auto: weights stay in the types in which they are stored where kernels can read them. packed: refuse to load "
+        "otherwise. dense: dequantise them to the compute dtype.",
+    )
     experts: str | int | float = option(
         "auto",
         "Routed experts kept on the GPU: auto (as many as fit), device (all), host (none), a share such as 0.5, "
@@ -157,6 +163,7 @@ class EngineOptions:
         check_choice("capture_overload_policy", self.capture_overload_policy, ("spill", "block", "drop"))
         check_int("capture_dispatch_queue_size", self.capture_dispatch_queue_size)
         check_int("capture_spill_max_bytes", self.capture_spill_max_bytes, 0)
+        check_choice("weights", self.weights, ("auto", "packed", "dense"))
         for name in ("max_requests", "max_batch_tokens", "max_context", "cache_bytes", "context_bytes"):
             value = getattr(self, name)
             if value is not None or name not in ("max_context", "cache_bytes"):

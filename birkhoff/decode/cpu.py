@@ -2,8 +2,9 @@
 
 `Attention`, `MoE`, `Mixer`, `HeadMixer` and `MTP` are the reference implementations. `install_cpu_decode` attaches a
 compiled replacement to each of them (attribute `compiled`) when the model computes in float32 with plain numerics and
-CPU kernels. A replacement holds NumPy views of its module's weights and works on the rings and pages of the state in
-place. The cost of a row does not depend on the other rows of a step, so draft tokens of one request are rows like any
+CPU kernels. A replacement holds views of its module's weights, packed or as numbers, and works on the rings and pages
+of the state in place. Matrix products are `_product`s, everything between them is `kernels/cpu_decode`. The cost of
+a row does not depend on the other rows of a step, so draft tokens of one request are rows like any
 other, and weights are read once per step.
 """
 
@@ -17,12 +18,15 @@ import torch
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import cpu_decode
+from birkhoff.kernels.linear.cpu import matmul
+from birkhoff.kernels.packed import native
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor
+from birkhoff.model.linear import Linear, SharedInput
 from birkhoff.model.mhc import HeadMixer, Mixer
-from birkhoff.model.moe import MoE
+from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.mtp import MTP
 from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
 from birkhoff.model.transformer import Transformer
@@ -41,7 +45,7 @@ def install_cpu_decode(model: Transformer) -> Transformer:
     """Fuse the linear layers of a filled model and attach the compiled sublayers where they apply; returns `model`."""
     model.fuse()
     numerics = model.numerics
-    plain = numerics.dtype is torch.float32 and not numerics.released and not model.packed
+    plain = numerics.dtype is torch.float32 and not numerics.released
     if numerics.kernels.name == "cpu" and plain:
         for module in model.modules():
             if isinstance(module, Attention):
@@ -70,6 +74,35 @@ def is_decode_step(batch: Batch, state: object) -> bool:
 
 def _array(tensor: torch.Tensor) -> Array:
     return tensor.detach().numpy()
+
+
+class _LoopProduct:
+    """`x [n, in] -> [n, out]` with float32 numbers, in compiled loops."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = _array(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), self.weight.shape[0])
+        matmul(x.numpy(), self.weight, out.numpy())
+        return out
+
+    def grouped(self, x: torch.Tensor, group: int) -> torch.Tensor:
+        rows, width = self.weight.shape
+        out = torch.empty(len(x), rows)
+        for g in range(rows // group):
+            part = slice(g * group, (g + 1) * group)
+            columns = x[:, g * width : (g + 1) * width].contiguous()  # contiguous rows are read faster
+            matmul(columns.numpy(), self.weight[part], out[:, part].numpy())
+        return out
+
+
+def _product(source: Linear | SharedInput) -> Any:
+    """The product of a layer, or of layers with a common input, whose results are side by side."""
+    layers = [source] if isinstance(source, Linear) else source.layers
+    if any(layer.as_stored for layer in layers):
+        return native.Product([matrix for layer in layers for matrix in layer.matrices()])
+    return _LoopProduct(source.weight if isinstance(source, Linear) else source.stacked_weight())
 
 
 class _ForFewRows:
@@ -125,12 +158,22 @@ class CpuMTPInput(_ForFewRows):
 
     def __init__(self, mtp: MTP):
         self.norms = _array(mtp.hnorm.weight), _array(mtp.enorm.weight), np.float32(mtp.hnorm.eps)
-        self.weights = _array(mtp.h_proj.weight), _array(mtp.e_proj.weight)
+        self.h_proj = _product(mtp.h_proj)
+        self.e_proj = _product(mtp.e_proj)
 
     def __call__(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        out = np.empty(streams.shape, np.float32)
-        cpu_decode.mtp_input(streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out)
-        return torch.from_numpy(out)
+        n, m, d = streams.shape
+        normed = torch.empty(n * m, d)
+        normed_token = torch.empty(n, d)
+        cpu_decode.norm_mtp_input(
+            streams.contiguous().numpy(),
+            embedded.contiguous().numpy(),
+            *self.norms,
+            normed.numpy(),
+            normed_token.numpy(),
+        )
+        joined: torch.Tensor = self.h_proj(normed).view(n, m, d) + self.e_proj(normed_token).unsqueeze(1)
+        return joined
 
 
 class CpuPooling:
@@ -150,15 +193,15 @@ class CpuAttention:
 
     def __init__(self, attention: Attention):
         a = self.attention = attention
-        self.in_proj = _array(a.in_proj.stacked_weight())
+        self.in_proj = _product(a.in_proj)
         self.q_norm = _array(a.q_norm.weight)
         self.kv_norm = _array(a.kv_norm.weight)
         self.sink = _array(a.attn_sink)
-        self.wq_b = _array(a.wq_b.weight)
-        self.wo_b = _array(a.wo_b.weight)
-        self.wo_a = _array(a.wo_a.weight).reshape(a.groups, a.group_rank, -1)
-        self.rank = self.wq_b.shape[1]
-        self.hidden = self.wo_b.shape[0]
+        self.wq_b = _product(a.wq_b)
+        self.wo_a = _product(a.wo_a)
+        self.wo_b = _product(a.wo_b)
+        self.index_wq_b = None if a.indexer is None else _product(a.indexer.wq_b)
+        self.rank = len(a.wq_a.stored)
         self.eps = np.float32(a.eps)
         self.scale = np.float32(a.scale)
         self.entry_pooling = None if a.compressor is None else CpuPooling(a.compressor)
@@ -177,25 +220,13 @@ class CpuAttention:
         cos = phases.cos.numpy()
         sin = phases.sin.numpy()
         ring = state.keys.array
-        projected = np.empty((n, self.in_proj.shape[0]), np.float32)
-        latent = np.empty((n, self.rank), np.float32)
-        queries = np.empty((n, a.heads, a.head_dim), np.float32)
-        cpu_decode.qkv_proj(
-            x.numpy(),
-            self.in_proj,
-            self.q_norm,
-            self.wq_b,
-            self.kv_norm,
-            self.eps,
-            cos,
-            sin,
-            ring,
-            slots,
-            positions,
-            projected,
-            latent,
-            queries,
+        qkv = self.in_proj(x)
+        projected = qkv.numpy()
+        latent = torch.empty(n, self.rank)
+        cpu_decode.norm_qkv(
+            projected, self.q_norm, self.kv_norm, self.eps, cos, sin, ring, slots, positions, latent.numpy()
         )
+        queries = self.wq_b(latent).view(n, a.heads, a.head_dim)
         pages: Array = _NO_PAGES
         table: Array | None = _NO_TABLE
         selected: Array = _ALL_ENTRIES
@@ -209,9 +240,10 @@ class CpuAttention:
                 selected = self._select_entries(
                     projected[:, column:], latent, cos, sin, group, slots, positions, state
                 )
-        out = torch.empty(n, self.hidden)
-        cpu_decode.attend_and_project(
-            queries,
+        attended = torch.empty(n, a.heads, a.head_dim)
+        cpu_decode.attend(
+            queries.numpy(),
+            self.eps,
             ring,
             a.window,
             pages,
@@ -224,10 +256,9 @@ class CpuAttention:
             self.scale,
             cos,
             sin,
-            self.wo_a,
-            self.wo_b,
-            out.numpy(),
+            attended.numpy(),
         )
+        out: torch.Tensor = self.wo_b(self.wo_a.grouped(attended.view(n, -1), a.group_rank))
         return out
 
     def _compress(
@@ -261,7 +292,7 @@ class CpuAttention:
     def _select_entries(
         self,
         weights: Array,
-        latent: Array,
+        latent: torch.Tensor,
         cos: Array,
         sin: Array,
         group: Group,
@@ -277,10 +308,10 @@ class CpuAttention:
             return _ALL_ENTRIES
         selected = np.empty((len(slots), count), np.bool_)
         scale = np.float32((indexer.width * indexer.heads) ** -0.5)
+        assert self.index_wq_b is not None
+        queries = self.index_wq_b(latent).view(len(slots), indexer.heads, indexer.width)
         cpu_decode.topk_entries(
-            latent,
-            _array(indexer.wq_b.weight),
-            indexer.heads,
+            queries.numpy(),
             cos,
             sin,
             weights,
@@ -295,16 +326,35 @@ class CpuAttention:
         return selected
 
 
+class _LoopExperts:
+    """Routed experts held as float32 numbers, in compiled loops."""
+
+    def __init__(self, routed: Experts):
+        self.gate_up, self.down = _array(routed.gate_up), _array(routed.down)
+        self.limit = np.float32(routed.limit)
+
+    def add(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, d] += the weighted sum over the experts of each row."""
+        cpu_decode.add_experts(
+            x.numpy(), ids.numpy(), weights.numpy(), self.gate_up, self.down, self.limit, out.numpy()
+        )
+
+
+def _packed_experts(routed: Experts) -> native.ExpertProducts:
+    matrices = [matrix for expert in range(routed.count) for matrix in routed.matrices(expert)]
+    return native.ExpertProducts(matrices, routed.limit)
+
+
 class CpuMoE:
     """Replaces `MoE.forward`, for rows of any sequences."""
 
     def __init__(self, moe: MoE):
-        self.in_proj = _array(moe.in_proj.stacked_weight())
+        self.in_proj = _product(moe.in_proj)
         self.gate = moe.gate
         routed = moe.experts
-        self.gate_up = _array(routed.gate_up)
-        self.down = _array(routed.down)
-        self.shared_down = _array(moe.shared_experts.w2.weight)
+        self.count, self.inner = routed.count, routed.inner
+        self.add_experts = _LoopExperts(routed) if routed.types is None else _packed_experts(routed)
+        self.shared_down = _product(moe.shared_experts.w2)
         self.bias = np.zeros(0, np.float32) if self.gate.bias is None else _array(self.gate.bias)
         self.limit = np.float32(routed.limit)
         self.factor = np.float32(self.gate.factor)
@@ -316,25 +366,23 @@ class CpuMoE:
         n, k = x.shape[0], self.gate.topk
         table = self.gate.tid2eid
         hash_ids = _NO_HASH_IDS if table is None else table[batch.token_ids].long().numpy()
-        logits = torch.empty(n, len(self.gate_up))
+        logits = torch.empty(n, self.count)
         ids = torch.empty(n, k, dtype=torch.long)
         weights = torch.empty(n, k)
-        out = torch.empty(x.shape)
-        cpu_decode.experts(
-            x.numpy(),
-            self.in_proj,
+        gated = torch.empty(n, self.inner)
+        cpu_decode.route_rows(
+            self.in_proj(x).numpy(),
             hash_ids,
             self.bias,
             self.factor,
-            self.gate_up,
-            self.down,
-            self.shared_down,
             self.limit,
             logits.numpy(),
             ids.numpy(),
             weights.numpy(),
-            out.numpy(),
+            gated.numpy(),
         )
+        out: torch.Tensor = self.shared_down(gated)
+        self.add_experts.add(x, ids, weights, out)
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         tap.see(sites.MOE_TOPK, ids, weights)
         return out

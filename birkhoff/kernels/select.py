@@ -23,10 +23,12 @@ from birkhoff.kernels.experts import reference as experts_plain
 from birkhoff.kernels.index import reference as index_plain
 from birkhoff.kernels.linear import cpu as linear_cpu
 from birkhoff.kernels.linear import reference as linear_plain
+from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.mhc import cpu as mhc_cpu
 from birkhoff.kernels.mhc import reference as mhc_plain
 from birkhoff.kernels.norm import cpu as norm_cpu
 from birkhoff.kernels.norm import reference as norm_plain
+from birkhoff.kernels.packed import native
 from birkhoff.kernels.rope import cpu as rope_cpu
 from birkhoff.kernels.rope import reference as rope_plain
 
@@ -40,7 +42,9 @@ class KernelSet:
 
     name: str
     linear: Op
+    arrange: Op  # packed matrices with a common input -> the weight that `packed_linear` takes
     packed_linear: Op
+    dequantise: Op
     rms_norm: Op
     rotate: Op
     mhc_prepare: Op
@@ -59,13 +63,21 @@ class KernelSet:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether `packed_linear` and `experts` read packed weights, and attention takes all chunks of a step."""
+        """Whether `packed_linear` reads weights as they are stored."""
+        return self.on_gpu or (self.name == "cpu" and native.available())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether `experts` reads packed weights by address, attention takes all chunks of a step, and `packed_linear` also
+        takes weights that are held as numbers."""
         return self.name == "triton"
 
 
 TWINS: dict[str, tuple[Op, Op]] = {
     "linear": (linear_plain.linear, linear_cpu.linear),
-    "packed_linear": (linear_plain.packed_linear, linear_plain.packed_linear),
+    "arrange": (PackedWeight.of, linear_cpu.arrange),
+    "packed_linear": (linear_plain.packed_linear, linear_cpu.packed_linear),
+    "dequantise": (linear_plain.dequantise, linear_cpu.dequantise),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_prepare": (mhc_plain.prepare, mhc_plain.prepare),
@@ -89,7 +101,10 @@ def select(choice: Choice) -> KernelSet:
         return _triton()
     if choice == "reference" or not jit.AVAILABLE:
         return KernelSet("reference", **{name: plain for name, (plain, _) in TWINS.items()})
-    return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in TWINS.items()})
+    twins = {name: _while_inferring(plain, fast) for name, (plain, fast) in TWINS.items()}
+    # These two are for weights as stored, which are read only while no gradient is recorded.
+    twins |= {name: TWINS[name][1] for name in ("arrange", "packed_linear", "dequantise")}
+    return KernelSet("cpu", **twins)
 
 
 def _triton() -> KernelSet:
@@ -122,9 +137,8 @@ def _triton() -> KernelSet:
         "glu": experts_prefill.glu,
         "experts": experts_prefill.experts,
     }
-    return KernelSet(
-        "triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()}
-    )
+    twins = {name: _while_inferring(plain[name], twin) for name, twin in fast.items()}
+    return KernelSet("triton", **plain | twins)
 
 
 def _for_four_streams(plain: Op, fast: Op) -> Op:

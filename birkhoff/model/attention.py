@@ -206,7 +206,7 @@ class Attention(nn.Module):
 
     def _visible(self, group: Group, count: int) -> torch.Tensor | TopkIndices | None:
         """The entries that each query sees: a mask, or counts for kernels that take indices."""
-        if group.length == 1 or not self.kernels.reads_codes or torch.is_grad_enabled():
+        if group.length == 1 or not self.kernels.on_gpu or torch.is_grad_enabled():
             return visible_entries(group, count, self.ratio)
         finished = (group.positions() + 1) // self.ratio
         indices: TopkIndices = group.cached(

@@ -2,8 +2,9 @@
 
 The `role` of a layer is how the release stores its weight. "fp8" weights take inputs that are rounded to FP8 when
 numerics are "released"; "bf16" weights compute in the dtype of the model; "f32" weights (compressors, router, head)
-compute in float32 whatever that dtype is. A weight is kept as numbers, or packed as in the checkpoint (codes and scales
-for "fp8", bfloat16 for "f32"). A packed weight is dequantised on every use, unless the kernels read it as stored.
+compute in float32 whatever that dtype is. A weight is kept as numbers, or packed as in the checkpoint: `packed` is the
+release's layout (FP8 codes and scales, bfloat16 for "f32"), `store_as` any type of `kernels.packed`. A packed weight
+is dequantised on every use, unless the kernels read it as stored.
 
 A `Linear` may hold several matrices of the checkpoint that read the same input, stacked. `stack_linears` stacks the
 weights of several layers, which become views of the result, so that prompts (`SharedInput`) and decode steps can run
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from birkhoff.kernels import quant
-from birkhoff.kernels.linear.packed import BLOCK, PackedWeight
+from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "bf16", "f32"]
@@ -29,11 +31,14 @@ ACTIVATION_GROUP = 128
 
 @dataclass(frozen=True)
 class Destination:
-    """Memory for one tensor of a checkpoint. A `value` is dequantised; `codes` and `scale` are kept as stored."""
+    """Memory for one tensor of a checkpoint. A `value` is dequantised; `codes` and `scale` are kept as stored, as are
+    `blocks`, whole rows of bytes of the given `type`. `owner` is the module whose weight it is a part of."""
 
     name: str
     tensor: torch.Tensor
-    kind: Literal["value", "codes", "scale", "ids"] = "value"
+    kind: Literal["value", "codes", "scale", "ids", "blocks"] = "value"
+    type: PackedType | None = None
+    owner: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -62,26 +67,60 @@ class Numerics:
 class Linear(nn.Module):
     """`y = x W^T`, no bias.
 
-    `fan_out` is the number of rows, or the rows of each stacked matrix by its name in the checkpoint. A packed FP8
-    weight is `codes` [out, in] and `scale`, which has one row per 128 rows of each stacked matrix."""
+    `fan_out` is the number of rows, or the rows of each stacked matrix by its name in the checkpoint. A packed weight
+    is `codes` [out, bytes of a row] of type `code_type` and, for FP8 and FP4, `scale`, whose rows are those of each
+    stacked
+    matrix in turn (FP8: one per 128 rows of the matrix)."""
 
     def __init__(
         self, fan_in: int, fan_out: int | dict[str, int], role: Role, numerics: Numerics, packed: bool = False
     ):
         super().__init__()
-        self.role, self.numerics, self.packed = role, numerics, packed and role == "fp8"
+        self.role, self.numerics, self.fan_in = role, numerics, fan_in
         self.parts = {"": fan_out} if isinstance(fan_out, int) else fan_out
-        rows = sum(self.parts.values())
+        self.code_type: PackedType | None = None
+        self.as_stored = packed
         self.codes: torch.Tensor
         self.scale: torch.Tensor
-        if self.packed:
-            scale_rows = sum(_blocks(height) for height in self.parts.values())
-            self.register_buffer("codes", torch.empty(rows, fan_in, dtype=torch.float8_e4m3fn))
-            self.register_buffer("scale", torch.empty(scale_rows, _blocks(fan_in), dtype=torch.uint8))
+        if packed and role == "fp8":
+            self._keep_codes(TYPES["FP8"], None)
         else:
             dtype = numerics.dtype if role != "f32" else torch.bfloat16 if packed else torch.float32
-            self.weight = nn.Parameter(torch.empty(rows, fan_in, dtype=dtype))
-        self._packed_weight: tuple[int, PackedWeight] | None = None  # with the address it was made for
+            self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
+        self._arranged: tuple[int, Any] | None = None  # for kernels, with the address it was made for
+
+    def store_as(self, types: Sequence[PackedType]) -> bool:
+        """Keep the weight in the types in which its matrices are stored, if they are all of one type; call it before
+        the model is given memory. Returns whether it is."""
+        kind = types[0]
+        if any(each != kind for each in types) or self.fan_in % kind.block:
+            return False
+        self.as_stored = True
+        if kind.dtype is None:
+            device = self.weight.device
+            del self.weight
+            self._keep_codes(kind, device)
+        else:
+            self.weight = nn.Parameter(
+                torch.empty(self.weight.shape, dtype=kind.dtype, device=self.weight.device)
+            )
+        return True
+
+    def _keep_codes(self, kind: PackedType, device: torch.device | None) -> None:
+        self.code_type = kind
+        dtype = torch.float8_e4m3fn if kind.name == "FP8" else torch.uint8
+        heights = list(self.parts.values())
+        codes = torch.empty(sum(heights), kind.row_bytes(self.fan_in), dtype=dtype, device=device)
+        self.register_buffer("codes", codes)
+        shapes = [kind.scale_shape(height, self.fan_in) for height in heights]
+        if shapes[0] is not None:
+            rows = sum(shape[0] for shape in shapes if shape is not None)
+            self.register_buffer("scale", torch.empty(rows, shapes[0][1], dtype=torch.uint8, device=device))
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight is codes."""
+        return self.code_type is not None
 
     @property
     def stored(self) -> torch.Tensor:
@@ -95,29 +134,39 @@ class Linear(nn.Module):
     @property
     def reads_codes(self) -> bool:
         """Whether the product reads the weight as stored: if kernels can, and no gradient is recorded."""
+        kernels = self.numerics.kernels
         return (
-            (self.packed or self.role == "f32")
-            and self.numerics.kernels.reads_codes
+            kernels.reads_codes
             and not torch.is_grad_enabled()
+            and (self.as_stored or (kernels.on_gpu and self.role == "f32"))
         )
 
     def dense(self) -> torch.Tensor:
         """The weight as numbers [out, in]."""
+        dtype = torch.float32 if self.role == "f32" else self.numerics.dtype
         if not self.packed:
-            return self.weight.float() if self.role == "f32" else self.weight
-        return torch.cat([quant.dequant_fp8(*part) for part in self._coded_parts()]).to(self.numerics.dtype)
+            return self.weight.to(dtype)
+        dequantise = self.numerics.kernels.dequantise
+        return torch.cat([dequantise(matrix) for matrix in self.matrices()]).to(dtype)
 
-    def packed_weight(self) -> PackedWeight:
+    def matrices(self) -> list[PackedMatrix]:
+        """Each stacked matrix as stored, as views."""
+        heights = list(self.parts.values())
+        if self.code_type is None:
+            return [PackedMatrix.floats(part) for part in self.weight.detach().split(heights)]
+        codes = self.codes.view(torch.uint8).split(heights)
+        shapes = [self.code_type.scale_shape(height, self.fan_in) for height in heights]
+        if shapes[0] is None:
+            return [PackedMatrix(self.code_type, self.fan_in, part) for part in codes]
+        scales = self.scale.split([shape[0] for shape in shapes if shape is not None])
+        return [PackedMatrix(self.code_type, self.fan_in, part, scale) for part, scale in zip(codes, scales)]
+
+    def packed_weight(self) -> Any:
         """The weight as kernels read it, cached until the weight moves."""
         address = self.stored.data_ptr()
-        if self._packed_weight is None or self._packed_weight[0] != address:
-            if self.packed:
-                scales = [PackedWeight.fp8([part]).scale for part in self._coded_parts()]
-                packed = PackedWeight(self.codes.view(torch.uint8), torch.cat(scales, dim=1))  # type: ignore[arg-type]
-            else:
-                packed = PackedWeight.plain([self.weight])
-            self._packed_weight = address, packed
-        return self._packed_weight[1]
+        if self._arranged is None or self._arranged[0] != address:
+            self._arranged = address, self.numerics.kernels.arrange(self.matrices())
+        return self._arranged[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels = self.numerics.kernels
@@ -134,34 +183,33 @@ class Linear(nn.Module):
 
     def destinations(self, name: str) -> Iterator[Destination]:
         prefixes = [f"{name}.{part}" if part else name for part in self.parts]
-        if self.packed:
-            for prefix, (codes, scale) in zip(prefixes, self._coded_parts()):
-                yield Destination(f"{prefix}.weight", codes, "codes")
-                yield Destination(f"{prefix}.scale", scale, "scale")
-        else:
+        if self.code_type is None:
             for prefix, weight in zip(prefixes, self.weight.detach().split(list(self.parts.values()))):
-                yield Destination(f"{prefix}.weight", weight)
-
-    def _coded_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes and scales of each stacked matrix, as views."""
-        rows = list(self.parts.values())
-        return list(zip(self.codes.split(rows), self.scale.split([_blocks(height) for height in rows])))
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
+                yield Destination(f"{prefix}.weight", weight, owner=self)
+            return
+        heights = list(self.parts.values())
+        shapes = [self.code_type.scale_shape(height, self.fan_in) for height in heights]
+        if shapes[0] is None:
+            for prefix, codes in zip(prefixes, self.codes.split(heights)):
+                yield Destination(f"{prefix}.weight", codes, "blocks", self.code_type, self)
+            return
+        scales = self.scale.split([shape[0] for shape in shapes if shape is not None])
+        for prefix, codes, scale in zip(prefixes, self.codes.split(heights), scales):
+            yield Destination(f"{prefix}.weight", codes, "codes", self.code_type, self)
+            yield Destination(f"{prefix}.scale", scale, "scale", self.code_type, self)
 
 
 def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight:
-    """Stack the weights of layers that read one input; each layer keeps its rows as a view of the result.
+    """Stack the weights of layers that read one input, for GPU kernels; each keeps its rows as a view of the result.
 
     The layers must all be packed or all hold numbers. Numbers become bfloat16 when that loses nothing, unless `narrow`
     is False; a layer whose own dtype differs from that of the result keeps its weight."""
     if len(layers) == 1 and narrow:
-        return layers[0].packed_weight()
+        only: PackedWeight = layers[0].packed_weight()
+        return only
     if layers[0].packed:
         parts = [layer.packed_weight() for layer in layers]
-        scale = torch.cat([part.scale for part in parts], dim=1)  # type: ignore[misc]
+        scale = torch.cat([part.scale for part in parts], dim=1)
         stacked = PackedWeight(torch.cat([part.weight for part in parts]), scale)
     elif narrow:
         stacked = PackedWeight.plain([layer.weight for layer in layers])
@@ -173,7 +221,7 @@ def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight
             layer.codes = rows.view(layer.codes.dtype)
         elif layer.weight.dtype is rows.dtype:
             layer.weight.data = rows
-        layer._packed_weight = None
+        layer._arranged = None
     return stacked
 
 
@@ -185,11 +233,11 @@ class SharedInput:
         self._fused: list[tuple[list[int], torch.Tensor]] | None = None  # indices of layers, stacked weight
 
     def fuse(self) -> None:
-        """Stack the weights of layers that compute alike; packed layers stay separate."""
+        """Stack the weights of layers that compute alike; weights kept as stored stay separate."""
         alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+        if any(layer.as_stored for layer in self.layers):
+            return
         for index, layer in enumerate(self.layers):
-            if layer.packed:
-                return
             alike.setdefault((layer.weight.dtype, layer.rounds_input), []).append(index)
         self._fused = [
             (members, stack_linears([self.layers[index] for index in members], narrow=False).weight)

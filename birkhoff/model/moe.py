@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
+from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 from birkhoff.model.batch import Batch
 from birkhoff.model.compiled import CompiledMoE
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
@@ -19,6 +21,7 @@ from birkhoff.offload.expert_layout import PARTS
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.prefetch import ExpertPrefetch
 
+ExpertMatrices = tuple[PackedMatrix, PackedMatrix, PackedMatrix]  # gate, up, down
 ALL_EXPERTS = 16  # selections per expert, on average, from which every expert is assumed to be selected
 
 
@@ -63,46 +66,97 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The stacked matrices of the routed experts; gate (w1) above up (w3).
 
-    Packed experts are dequantised one at a time. They may be kept in an `ExpertStore` instead of the module's own
-    memory (`move_to_store`)."""
+    Packed experts (`types`: of gate and up, of down) are dequantised one at a time, or read by kernels. They may be
+    kept
+    in an `ExpertStore` (`move_to_store`) or in mapped files (`map_files`) instead of the module's own memory."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.count = config.n_routed_experts
         self.inner = config.moe_intermediate_size
         self.numerics = numerics
-        self.packed = packed
+        self.types: tuple[PackedType, PackedType] | None = None
+        self.hidden = config.hidden_size
         self.limit = config.swiglu_limit
+        self.mapped: list[ExpertMatrices] | None = None
         self.store: ExpertStore | None = None
         self.layer = 0  # in the store
         self._addresses: tuple[int, torch.Tensor] | None = None  # with the address they were computed for
         hidden = config.hidden_size
         inner = self.inner
-        count = self.count
         if packed:
-            for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-                self.register_buffer(name, torch.empty(count, rows, columns // 2, dtype=torch.int8))
-                self.register_buffer(
-                    f"{name}_scale", torch.empty(count, rows, columns // 32, dtype=torch.uint8)
-                )
+            self._keep_codes((TYPES["FP4"], TYPES["FP4"]), None)
         else:
-            self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=numerics.dtype))
+            self.gate_up = nn.Parameter(torch.empty(self.count, 2 * inner, hidden, dtype=numerics.dtype))
             # Transposed, so that all experts side by side are one matrix.
-            self.down = nn.Parameter(torch.empty(count, inner, hidden, dtype=numerics.dtype))
+            self.down = nn.Parameter(torch.empty(self.count, inner, hidden, dtype=numerics.dtype))
+
+    @property
+    def packed(self) -> bool:
+        """Whether the experts are codes."""
+        return self.types is not None
+
+    def store_as(self, gate: PackedType, up: PackedType, down: PackedType) -> bool:
+        """Keep the experts in the types in which they are stored, if gate and up have the same; call it before the
+        model is given memory. Returns whether they are."""
+        if gate != up or self.hidden % gate.block or self.inner % down.block:
+            return False
+        device = self.gate_up.device
+        del self.gate_up, self.down
+        self._keep_codes((gate, down), device)
+        return True
+
+    def _keep_codes(self, types: tuple[PackedType, PackedType], device: torch.device | None) -> None:
+        self.types = types
+        shapes = (("gate_up", 2, self.inner, self.hidden), ("down", 1, self.hidden, self.inner))
+        for kind, (name, parts, rows, columns) in zip(types, shapes):
+            dtype = {"FP4": torch.int8, "FP8": torch.float8_e4m3fn}.get(kind.name, torch.uint8)
+            codes = torch.empty(self.count, parts * rows, kind.row_bytes(columns), dtype=dtype, device=device)
+            self.register_buffer(name, codes)
+            scale = kind.scale_shape(rows, columns)
+            if scale is not None:
+                tensor = torch.empty(self.count, parts * scale[0], scale[1], dtype=torch.uint8, device=device)
+                self.register_buffer(f"{name}_scale", tensor)
+
+    def map_files(self, matrices: list[ExpertMatrices]) -> None:
+        """Read the experts from mapped files, gate, up and down of each, and drop the module's own memory."""
+        assert self.packed and len(matrices) == self.count
+        for name in PARTS:
+            if hasattr(self, name):
+                delattr(self, name)
+        self.mapped = matrices
+
+    def matrices(self, expert: int) -> ExpertMatrices:
+        """Gate, up and down of one packed expert as stored, as views."""
+        assert self.types is not None, "the experts are held as numbers"
+        if self.mapped is not None:
+            return self.mapped[expert]
+        codes, scale, down, down_scale = self.stored_parts(expert)
+        first, second = self.types
+        views = codes.view(torch.uint8).chunk(2)
+        scales = (None, None) if scale is None else scale.chunk(2)
+        return (
+            PackedMatrix(first, self.hidden, views[0], scales[0]),
+            PackedMatrix(first, self.hidden, views[1], scales[1]),
+            PackedMatrix(second, self.inner, down.view(torch.uint8), down_scale),
+        )
 
     def move_to_store(self, store: ExpertStore, layer: int) -> None:
         """Use the experts of a layer of `store`, which are still to be filled, and drop the module's own memory."""
         assert self.packed, "only packed experts can be kept in a store"
         for name in PARTS:
-            delattr(self, name)
+            if hasattr(self, name):
+                delattr(self, name)
         self.store = store
         self.layer = layer
 
-    def stored_parts(self, expert: int) -> tuple[torch.Tensor, ...]:
-        """Codes and scales of gate and up, and of down, of one packed expert, without a copy."""
+    def stored_parts(self, expert: int) -> tuple[Any, ...]:
+        """Codes and scales of gate and up, and of down, of one packed expert, without a copy; None for scales that are
+        part of the codes."""
         if self.store is not None:
             return self.store.home_parts((self.layer, expert))
-        return tuple(getattr(self, name)[expert] for name in PARTS)
+        stacks = (getattr(self, name, None) for name in PARTS)
+        return tuple(None if stack is None else stack[expert] for stack in stacks)
 
     def stack(self, prefetch: ExpertPrefetch | None = None) -> kernel.Stack:
         """The experts as the `experts` kernels take them."""
@@ -110,6 +164,15 @@ class Experts(nn.Module):
             dense = (self.gate_up, self.down)
             return kernel.Stack(self.count, self.gate_up.__getitem__, self.down.__getitem__, dense)
 
+        if self.store is None:
+            return kernel.Stack(
+                self.count,
+                lambda e: self._dequantise(self.matrices(e)[:2]),
+                lambda e: self._dequantise(self.matrices(e)[2:]).T,
+                None,
+                lambda: [(None, self.addresses())],
+                self.inner,
+            )
         parts = self.stored_parts if prefetch is None else prefetch.parts
 
         def unpack(first: int, expert: int) -> torch.Tensor:
@@ -125,6 +188,12 @@ class Experts(nn.Module):
         return kernel.Stack(
             self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, waves, self.inner
         )
+
+    def _dequantise(self, matrices: Sequence[PackedMatrix]) -> torch.Tensor:
+        """Matrices below each other as numbers, in the model's dtype."""
+        dequantise = self.numerics.kernels.dequantise
+        parts = [dequantise(matrix) for matrix in matrices]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.numerics.dtype)
 
     def addresses(self) -> torch.Tensor:
         """Addresses of each packed expert's codes and scales, [E, 4] int64: gate and up, scales, down, scales."""
@@ -143,7 +212,7 @@ class Experts(nn.Module):
         if self.store is None:
             return self._compute(x, ids, weights, shared)
         self.store.count_reads(ids.unsqueeze(0), self.layer)
-        if self.numerics.kernels.reads_codes and not self.store.any_cold(self.layer):
+        if self.numerics.kernels.on_gpu and not self.store.any_cold(self.layer):
             return self._compute(x, ids, weights, shared)
         # Reading the ids back would stall the GPU; large chunks use nearly every expert.
         every = ids.numel() >= ALL_EXPERTS * self.count
@@ -168,17 +237,23 @@ class Experts(nn.Module):
     def destinations(self, name: str) -> Iterator[Destination]:
         gate = slice(0, self.inner)
         up = slice(self.inner, None)
-        whole = slice(None)
-        for expert in range(self.count):
-            packed = self.stored_parts(expert) if self.packed else ()
-            for part, first, rows in (("w1", 0, gate), ("w3", 0, up), ("w2", 2, whole)):
+        for expert in range(self.count) if self.mapped is None else ():
+            if self.types is None:
+                rows, down = self.gate_up.detach()[expert], self.down.detach()[expert].T
+                for part, tensor in (("w1", rows[gate]), ("w3", rows[up]), ("w2", down)):
+                    yield Destination(f"{name}.{expert}.{part}.weight", tensor, owner=self)
+                continue
+            codes, scale, down, down_scale = self.stored_parts(expert)
+            half = 0 if scale is None else len(scale) // 2
+            halves = (None, None) if scale is None else (scale[:half], scale[half:])
+            parts = (("w1", codes[gate], halves[0]), ("w3", codes[up], halves[1]), ("w2", down, down_scale))
+            for kind, (part, tensor, part_scale) in zip((self.types[0], *self.types), parts):
                 full = f"{name}.{expert}.{part}"
-                if self.packed:
-                    yield Destination(f"{full}.weight", packed[first][rows], "codes")
-                    yield Destination(f"{full}.scale", packed[first + 1][rows], "scale")
-                else:
-                    stored = (self.down if first else self.gate_up).detach()[expert]
-                    yield Destination(f"{full}.weight", stored.T if part == "w2" else stored[rows])
+                if part_scale is None:
+                    yield Destination(f"{full}.weight", tensor, "blocks", kind, self)
+                    continue
+                yield Destination(f"{full}.weight", tensor, "codes", kind, self)
+                yield Destination(f"{full}.scale", part_scale, "scale", kind, self)
 
 
 class SharedExpert(nn.Module):

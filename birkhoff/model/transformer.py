@@ -7,7 +7,7 @@ Tensors have the names of the released checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from birkhoff.dtype_names import dtype_name
 from birkhoff.hooks import sites
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.tap import NoTap, Tap
+from birkhoff.kernels.packed import PackedType
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
@@ -86,6 +87,33 @@ class Transformer(nn.Module):
         """The routed experts of every layer; those of the MTP block last."""
         return [module for module in self.modules() if isinstance(module, Experts)]
 
+    def store_as(self, types: Mapping[str, PackedType]) -> None:
+        """Keep weights in the types in which a checkpoint stores them, by released name.
+
+        Call it before the model is given memory. A weight whose matrices are stored in different types, or are not
+        in `types`, is held as numbers."""
+        by_module: dict[nn.Module, list[PackedType | None]] = {}
+        for destination in list(self.destinations()):
+            if destination.owner is not None:
+                by_module.setdefault(destination.owner, []).append(types.get(destination.name))
+        for module, stored in by_module.items():
+            known = [each for each in stored if each is not None]
+            if len(known) < len(stored):
+                continue
+            if isinstance(module, Linear):
+                module.store_as(known)
+            elif isinstance(module, Experts) and all(each == known[i % 3] for i, each in enumerate(known)):
+                module.store_as(*known[:3])
+        embed = types.get("embed.weight")
+        if embed is not None and embed.dtype is not None:
+            self.embed = nn.Parameter(
+                torch.empty(self.embed.shape, dtype=embed.dtype, device=self.embed.device)
+            )
+
+    def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, in the model's dtype."""
+        return self.embed[token_ids].to(self.numerics.dtype)
+
     def hash_routing_tables(self) -> dict[int, torch.Tensor]:
         """Expert ids of every token, [vocab, k] in host memory, by hash-routed layer."""
         tables = {layer: block.ffn.gate.tid2eid for layer, block in enumerate(self.blocks())}
@@ -126,7 +154,7 @@ class Transformer(nn.Module):
     def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """One step -> hidden rows [n, d] for `logits`, and the streams [n, m, d] that the MTP block reads."""
         phases = self.rope.step(batch.positions)
-        streams = self.embed[batch.token_ids].unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, block in enumerate(self.layers):
             streams = block(streams, batch, phases, state.at(layer), tap.at(layer))
         tap = tap.at(len(self.layers) - 1)
@@ -146,13 +174,13 @@ class Transformer(nn.Module):
         """MTP: `batch` holds the tokens at t + 1 with positions t -> hidden [n, d], streams [n, m, d]."""
         assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
         assert state.mtp is not None, "the state was built without the MTP block"
-        hidden, streams = self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
+        hidden, streams = self.mtp(streams, self.embedding(batch.token_ids), batch, state.mtp)
         return hidden, streams
 
     def mtp_prefill(self, streams: torch.Tensor, batch: Batch, state: State) -> None:
         """Like `draft` for tokens that need no draft: only updates the state."""
         assert isinstance(self.mtp, MTP) and state.mtp is not None, "built without the MTP block"
-        self.mtp.prefill(streams, self.embed[batch.token_ids], batch, state.mtp)
+        self.mtp.prefill(streams, self.embedding(batch.token_ids), batch, state.mtp)
 
     def destinations(self) -> Iterator[Destination]:
         """Every tensor a released checkpoint must provide, by its released name."""

@@ -89,7 +89,9 @@ class SafetensorsRefs(Mapping[str, TensorRef]):
 
     def __getitem__(self, name: str) -> TensorRef:
         entry = self._entries[name]
-        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, partial(read_rows, entry), pins=True)
+        reader = partial(read_rows, entry)
+        where = (entry.path, entry.offset)
+        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, reader, pins=True, location=where)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

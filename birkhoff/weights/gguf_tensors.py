@@ -93,17 +93,19 @@ class GGUFRefs(Mapping[str, TensorRef]):
             shape = (shape[0], part.columns[1] - part.columns[0])
         rows = 1 if len(part.shape) == 1 else part.shape[0]
         nbytes = rows * part.row_bytes * shape[-1] // part.shape[-1]
+        where = None if part.columns is not None else (part.tensor.path, part.offset)
         if storage == "codes":
             stored = (shape[0], shape[1] // 2)
-            return TensorRef(name, "I8", stored, stored[0] * stored[1], partial(self._fp4, part, 0), kind)
+            reader = partial(self._fp4, part, 0)
+            return TensorRef(name, "I8", stored, stored[0] * stored[1], reader, kind, location=where)
         if storage == "scale":
             stored = (shape[0], shape[1] // GROUP)
             return TensorRef(
                 name, "F8_E8M0", stored, stored[0] * stored[1], partial(self._fp4, part, 1), kind
             )
         if storage == "decoded":
-            return TensorRef(name, "F32", shape, nbytes, partial(_decoded, part), kind)
-        return TensorRef(name, kind, shape, nbytes, partial(_plain, part))
+            return TensorRef(name, "F32", shape, nbytes, partial(_decoded, part), kind, location=where)
+        return TensorRef(name, kind, shape, nbytes, partial(_plain, part), location=where)
 
     def __contains__(self, name: object) -> bool:
         return name in self._sources

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorValue
 from birkhoff.kernels import quant
+from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType, native
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, scale_name
+from birkhoff.weights.safetensors import read_exactly
 
 Format = Literal["float", "fp8", "fp4", "ids"]
 FLOATS = ("F32", "BF16", "F16")
@@ -39,7 +42,8 @@ class TensorRef:
     """A tensor that has not been read: header fields and a row reader.
 
     `nbytes` is the size in the file. `encoding` is the file's own type name where `reader` decodes rows (GGUF block
-    types), else empty. `pins`: `reader` can read into pinned memory.
+    types), else empty. `pins`: `reader` can read into pinned memory. `location` is the file and offset of the rows as
+    they are stored; None if they are not contiguous there.
     """
 
     name: str
@@ -49,6 +53,7 @@ class TensorRef:
     reader: Callable[..., torch.Tensor] = field(repr=False, compare=False)
     encoding: str = ""
     pins: bool = False
+    location: tuple[Path, int] | None = None
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor as stored."""
@@ -71,6 +76,24 @@ class TensorRef:
     def value_shape(self) -> tuple[int, ...]:
         """Shape of the dequantised values; FP4 stores two codes per byte."""
         return (self.shape[0], 2 * self.shape[1]) if self.format == "fp4" else self.shape
+
+    @property
+    def packed_type(self) -> PackedType | None:
+        """The type in which kernels can read the rows as they are stored; None if there is none."""
+        if self.location is None or len(self.shape) != 2 or self.format == "ids":
+            return None
+        name = self.encoding or {"F8_E4M3": "FP8", "I8": "FP4", "U8": "FP4"}.get(self.dtype, self.dtype)
+        kind = TYPES.get(name)
+        return None if kind is None or self.value_shape[1] % kind.block else kind
+
+    def stored_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) as bytes, [rows, bytes of a row]."""
+        kind = self.packed_type
+        assert kind is not None and self.location is not None, self.name
+        size = kind.row_bytes(self.value_shape[1])
+        out = torch.empty(stop - start, size, dtype=torch.uint8)
+        read_exactly(self.location[0], self.location[1] + start * size, out.view(-1).numpy().data)
+        return out
 
 
 def check_tensor(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> Format:
@@ -159,6 +182,13 @@ def check_finite(name: str, values: torch.Tensor, first_row: int = 0) -> None:
     """Reject NaN and infinities. A finite sum has finite terms only, and takes one pass without a mask."""
     if not torch.isfinite(values.sum()):
         _reject(~torch.isfinite(values), name, first_row, "is not finite", "a number")
+
+
+def check_blocks(name: str, matrix: PackedMatrix, first_row: int = 0) -> None:
+    """Reject blocks whose values are not all finite."""
+    row = native.first_bad_row(matrix) if native.available() else None
+    if row is not None or not native.available():
+        check_finite(name, matrix.dense(), first_row)
 
 
 def check_experts(name: str, ids: torch.Tensor, experts: int, first_row: int = 0) -> None:

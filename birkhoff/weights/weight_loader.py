@@ -3,7 +3,7 @@
 The model lists its destinations (`WeightDestination`: name, tensor, kind). All names, shapes and dtypes are checked
 from headers before any tensor data is read, so a model is either left untouched or filled completely, unless the data
 itself is damaged. "value" destinations receive exactly dequantised values rounded once to their dtype; "codes" and
-"scale" receive the stored bytes; "ids" receive a validated expert table.
+"scale" receive the stored bytes, as do "blocks" whole rows of a ggml type; "ids" receive a validated expert table.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Protocol
 import torch
 
 from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexpected
+from birkhoff.kernels.packed import PackedMatrix, PackedType
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import scale_name
 from birkhoff.weights.shard_index import join_names
 from birkhoff.weights.tensor_ref import (
     FLOATS,
     INSPECT,
+    TensorRef,
+    check_blocks,
     check_codes,
     check_expert_table,
     check_experts,
@@ -46,7 +49,8 @@ MAX_READERS = 16  # threads that fill tensors on a GPU
 
 
 class WeightDestination(Protocol):
-    """A model tensor to fill. `kind` is "value", "codes", "scale" or "ids"; `tensor` may be a view on any device."""
+    """A model tensor to fill. `kind` is "value", "codes", "scale", "blocks" or "ids"; `type` is that of packed kinds;
+    `tensor` may be a view on any device."""
 
     @property
     def name(self) -> str: ...
@@ -54,6 +58,8 @@ class WeightDestination(Protocol):
     def tensor(self) -> torch.Tensor: ...
     @property
     def kind(self) -> str: ...
+    @property
+    def type(self) -> PackedType | None: ...
 
 
 _Step = tuple[WeightDestination, list[str]]  # a destination and the stored names it uses
@@ -163,6 +169,8 @@ def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
     if kind == "ids":
         check_expert_table(checkpoint, name, shape)
         return [name]
+    if kind == "blocks":
+        return _check_blocks(destination, ref)
     assert kind in ("codes", "scale"), kind
     accepted = _PACKED_DTYPES.get(tensor.dtype, ())
     if ref.dtype not in accepted:
@@ -173,6 +181,27 @@ def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
     if ref.shape != shape:
         raise TensorShape(f"{name} is {ref.shape}, expected {shape} as packed {kind}. {INSPECT}")
     return [name]
+
+
+def _check_blocks(destination: WeightDestination, ref: TensorRef) -> list[str]:
+    name, kind = destination.name, destination.type
+    assert kind is not None
+    if ref.packed_type != kind:
+        raise TensorDtype(
+            f"{name} is stored as {ref.encoding or ref.dtype}, expected {kind.name} to keep it packed. {INSPECT}"
+        )
+    shape = (ref.shape[0], kind.row_bytes(ref.value_shape[1]))
+    check_shape(name, shape, tuple(destination.tensor.shape), f"for rows of {kind.name} blocks")
+    return [name, scale_name(name)] if ref.format == "fp4" else [name]
+
+
+def _fill_blocks(destination: WeightDestination, checkpoint: Checkpoint) -> None:
+    ref, tensor, kind = checkpoint[destination.name], destination.tensor, destination.type
+    assert kind is not None
+    for start, stop in strips(tuple(tensor.shape), 1):
+        rows = ref.stored_rows(start, stop)
+        check_blocks(destination.name, PackedMatrix(kind, ref.value_shape[1], rows), start)
+        tensor[start:stop].copy_(rows)
 
 
 def _fill_value(destination: WeightDestination, checkpoint: Checkpoint) -> None:
@@ -206,5 +235,6 @@ _FILL: dict[str, Callable[[WeightDestination, Checkpoint], None]] = {
     "value": _fill_value,
     "codes": _fill_packed,
     "scale": _fill_packed,
+    "blocks": _fill_blocks,
     "ids": _fill_ids,
 }

@@ -51,6 +51,7 @@ def test_options_and_defaults_are_the_documented_ones():
         "context_root",
         "context_bytes",
         "gpu_memory",
+        "weights",
         "expert_counts",
         "revision",
         "download",

@@ -13,22 +13,15 @@ NO_WEIGHT = np.ones(0, np.float32)
 
 
 @compiled
-def qkv_proj(x, w_in, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, positions, qkv, latent, queries):
-    """x [n, d] -> qkv [n, all projections of x], latent [n, q], queries [n, h, c]; stores keys in their ring."""
+def norm_qkv(qkv, q_norm, kv_norm, eps, cos, sin, ring, slots, positions, latent):
+    """qkv [n, all projections of x] -> latent [n, q], normalised; stores normalised, rotated keys in their ring."""
     count, rank = latent.shape
-    heads, width = queries.shape[1], queries.shape[2]
-    matmul(x, w_in, qkv)
+    size, width = ring.shape[1], ring.shape[2]
     rms_norm_rows(qkv[:, :rank], q_norm, eps, latent)
-    flat = np.empty((count, heads * width), np.float32)
-    matmul(latent, wq_b, flat)
-    by_head = flat.reshape(count * heads, width)
-    rms_norm_rows(by_head, NO_WEIGHT, eps, by_head)
-    rope_rows(flat.reshape(count, heads, width), cos, sin, 1, queries)
     key = np.empty((count, 1, width), np.float32)
     rms_norm_rows(qkv[:, rank : rank + width], kv_norm, eps, key[:, 0])
     rotated = np.empty((count, 1, width), np.float32)
     rope_rows(key, cos, sin, 1, rotated)
-    size = ring.shape[1]
     for row in range(count):
         ring[slots[row], positions[row] % size] = rotated[row, 0]
 
@@ -49,17 +42,13 @@ def store_compressor_rows(raw, ape, ring, slots, positions):
 
 
 @compiled
-def topk_entries(
-    latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, positions, topk, selected
-):
+def topk_entries(raw, cos, sin, weights, scale, pages, table, slots, positions, topk, selected):
     """Mark the `topk` highest-scoring finished entries of each sequence in selected [n, entries]; ties: lowest
-    index."""
-    count = latent.shape[0]
+    index. `raw` [n, heads, width] are the index queries before rotation."""
+    count, heads = raw.shape[0], raw.shape[1]
     per_page, width = pages.shape[1], pages.shape[2]
-    flat = np.empty((count, heads * width), np.float32)
-    matmul(latent, wq_b, flat)
     queries = np.empty((count, heads, width), np.float32)
-    rope_rows(flat.reshape(count, heads, width), cos, sin, 1, queries)
+    rope_rows(raw, cos, sin, 1, queries)
     for row in range(count):
         entries = (positions[row] + 1) // 4
         selected[row] = False
@@ -128,27 +117,16 @@ def pool_entries(ring, pages, table, slots, positions, ratio, overlap, norm, eps
 
 
 @compiled
-def attend_and_project(
-    queries,
-    ring,
-    window,
-    pages,
-    table,
-    ratio,
-    selected,
-    slots,
-    positions,
-    sink,
-    scale,
-    cos,
-    sin,
-    wo_a,
-    wo_b,
-    out,
+def attend(
+    raw, eps, ring, window, pages, table, ratio, selected, slots, positions, sink, scale, cos, sin, rotated
 ):
-    """queries [n, h, c] -> out [n, d]. `ratio` 0: no compressed entries; `selected` without rows: all finished ones."""
-    count, heads, width = queries.shape
-    groups, rank = wo_a.shape[0], wo_a.shape[1]
+    """Queries [n, h, c] before norm and rotation -> their weighted values [n, h, c], rotated back. `ratio` 0: no
+    compressed entries; `selected` without rows: all finished ones."""
+    count, heads, width = raw.shape
+    by_head = raw.reshape(count * heads, width)
+    rms_norm_rows(by_head, NO_WEIGHT, eps, by_head)
+    queries = np.empty((count, heads, width), np.float32)
+    rope_rows(raw, cos, sin, 1, queries)
     weighted = np.zeros((count, heads, width), np.float32)
     head_rows = np.arange(heads)
     for row in range(count):
@@ -157,15 +135,7 @@ def attend_and_project(
         matmul(queries[row], keys, weights)
         _softmax_with_sink(weights, sink, scale)
         add_matmul(weights, keys, head_rows, weighted[row])
-    rotated = np.empty((count, heads, width), np.float32)
     rope_rows(weighted, cos, sin, -1, rotated)
-    grouped = rotated.reshape(count, groups, heads // groups * width)
-    contiguous = np.empty((count, grouped.shape[2]), np.float32)  # contiguous rows are read faster
-    o_latent = np.empty((count, groups * rank), np.float32)
-    for g in range(groups):
-        contiguous[:] = grouped[:, g]
-        matmul(contiguous, wo_a[g], o_latent[:, g * rank : (g + 1) * rank])
-    matmul(o_latent, wo_b, out)
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The whole expert sublayer for a few rows; the weights of each expert are read once, in place."""
+"""Routing and experts for a few rows; the weights of each expert are read once, in place."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from birkhoff.kernels.linear.cpu import add_matmul, matmul
 
 
 @compiled
-def experts(x, w_in, hash_ids, bias, factor, gate_up, down, shared_down, limit, logits, ids, weights, out):
-    """x [n, d] -> out [n, d]; also router logits [n, E], selected ids [n, k] and their weights.
-
-    `w_in` stacks the router and the gate and up of the shared expert; `hash_ids` [n, k] are hash-routed ids or has no
-    rows. Experts are processed in ascending order, so that the sum of a row does not depend on the other rows."""
-    count, width = x.shape
-    num_experts, inner = gate_up.shape[0], down.shape[1]
-    projected = np.empty((count, w_in.shape[0]), np.float32)
-    matmul(x, w_in, projected)
-    for row in range(count):
+def route_rows(projected, hash_ids, bias, factor, limit, logits, ids, weights, z):
+    """projected [n, router logits, shared gate, shared up] -> router logits [n, E], selected ids [n, k], their weights,
+    and the gated input z [n, i] of the shared expert's down. `hash_ids` [n, k] are hash-routed ids or has no rows."""
+    num_experts, inner = logits.shape[1], z.shape[1]
+    for row in range(projected.shape[0]):
         for e in range(num_experts):
             logits[row, e] = projected[row, e]
         _route(logits[row], hash_ids, row, bias, factor, ids[row], weights[row])
-
-    # a row may list one expert twice: in a hash table, or if its scores are NaN
-    max_pairs = count * ids.shape[1]
-    gate_up_rows = np.empty((max_pairs, 2 * inner), np.float32)
-    z = np.empty((max_pairs, inner), np.float32)
-    for row in range(count):
         for i in range(inner):
             z[row, i] = _swiglu(
                 projected[row, num_experts + i], projected[row, num_experts + inner + i], limit
             )
-    matmul(z[:count], shared_down, out)
 
+
+@compiled
+def add_experts(x, ids, weights, gate_up, down, limit, out):
+    """out [n, d] += the weighted sum over the experts of each row. Experts are processed in ascending order, so that
+    the
+    sum of a row does not depend on the other rows."""
+    count, width = x.shape
+    num_experts, inner = gate_up.shape[0], down.shape[1]
+    # a row may list one expert twice: in a hash table, or if its scores are NaN
+    max_pairs = count * ids.shape[1]
+    gate_up_rows = np.empty((max_pairs, 2 * inner), np.float32)
+    z = np.empty((max_pairs, inner), np.float32)
     expert_rows = np.empty((max_pairs, width), np.float32)
     out_rows = np.empty(max_pairs, np.int64)
     for e in range(num_experts):

@@ -44,20 +44,8 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
 
 
 @compiled
-def mtp_input(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
-    """Input of the MTP block: streams [n, m, d] and token embeddings [n, d], normalised, projected and summed in
-    out."""
+def norm_mtp_input(streams, embedded, hnorm, enorm, eps, normed, normed_token):
+    """Streams [n, m, d] and token embeddings [n, d] of the MTP block, normalised, to [n * m, d] and [n, d]."""
     count, m, width = streams.shape
-    flat = streams.reshape(count * m, width)
-    target = out.reshape(count * m, width)
-    normed = np.empty_like(flat)
-    normed_token = np.empty_like(embedded)
-    projected = np.empty_like(embedded)
-    rms_norm_rows(flat, hnorm, eps, normed)
-    matmul(normed, h_proj, target)
+    rms_norm_rows(streams.reshape(count * m, width), hnorm, eps, normed)
     rms_norm_rows(embedded, enorm, eps, normed_token)
-    matmul(normed_token, e_proj, projected)
-    for row in range(count):
-        for s in range(m):
-            for c in range(width):
-                target[row * m + s, c] += projected[row, c]

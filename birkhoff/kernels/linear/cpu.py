@@ -10,12 +10,15 @@ every step. Therefore small weights use BLAS, and rows for oneDNN are padded to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from birkhoff.kernels.jit import compiled
 from birkhoff.kernels.linear import reference
+from birkhoff.kernels.packed import PackedMatrix, native
 
 MAX_LOOP_ROWS = 12  # rows up to which the loops are faster
 MAX_BLAS_WEIGHT = 2**19  # elements of a weight up to which BLAS is as fast as oneDNN
@@ -73,6 +76,23 @@ def add_matmul(x, weight, out_rows, out):
             for c in range(width):
                 target[c] += x0 * w0[c]
         i += 1
+
+
+def arrange(matrices: Sequence[PackedMatrix]) -> native.Product:
+    """Packed matrices with a common input as `packed_linear` takes them; codes are not copied."""
+    return native.Product(matrices)
+
+
+def packed_linear(
+    x: torch.Tensor, weight: native.Product, group: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    y = weight(x.float()) if group is None else weight.grouped(x.float(), group)
+    return y.to(dtype or x.dtype)
+
+
+def dequantise(matrix: PackedMatrix) -> torch.Tensor:
+    """The values of a packed matrix, float32."""
+    return native.dequantise(matrix) if native.available() else matrix.dense()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

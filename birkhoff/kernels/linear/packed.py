@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from birkhoff.kernels.packed import PackedMatrix
+
 BLOCK = 128
 
 
@@ -46,12 +48,32 @@ class PackedWeight:
         """Stack (codes [out, in], scale [out / 128, in / 128]) pairs; the codes of a single matrix are not copied."""
         codes = [c.view(torch.uint8) for c, _ in parts]
         scales = [s.view(torch.uint8).repeat_interleave(BLOCK, 0)[: len(c)] for c, s in parts]
-        stacked = codes[0] if len(codes) == 1 else torch.cat(codes)
-        return cls(stacked, torch.cat(scales).T.contiguous())
+        return cls(stack_rows(codes), torch.cat(scales).T.contiguous())
+
+    @classmethod
+    def of(cls, matrices: Sequence[PackedMatrix]) -> PackedWeight:
+        """Matrices with a common input and type, FP8 or floats, stacked; a single matrix is not copied."""
+        first = matrices[0]
+        if first.type.name == "FP8":
+            return cls.fp8([(m.codes, m.scales) for m in matrices if m.scales is not None])
+        assert first.type.dtype is not None, f"GPU kernels read no {first.type.name}"
+        return cls.plain([m.codes.view(first.type.dtype) for m in matrices])
 
     @classmethod
     def plain(cls, parts: Sequence[torch.Tensor]) -> PackedWeight:
         """Stack floats, in bfloat16 if that is exact (the release stores them in bfloat16)."""
-        stacked = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).detach()
+        stacked = stack_rows(parts).detach()
         bf16 = stacked.to(torch.bfloat16)
         return cls((bf16 if bool((bf16 == stacked).all()) else stacked).contiguous())
+
+
+def stack_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices of equal width as one; a view if they already follow each other in memory."""
+    first = parts[0]
+    address = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != address or not part.is_contiguous() or not address:
+            return first if len(parts) == 1 else torch.cat(list(parts))
+        address += part.nbytes
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, first.shape[1]), first.stride())

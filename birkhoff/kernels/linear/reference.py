@@ -6,10 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed import PackedMatrix
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
+
+
+def dequantise(matrix: PackedMatrix) -> torch.Tensor:
+    """The values of a packed matrix, float32."""
+    return matrix.dense()
 
 
 def packed_linear(

@@ -1,0 +1,228 @@
+"""Native CPU kernels for packed matrices, called through ctypes.
+
+Up to `MAX_LOOP_ROWS` rows of x are multiplied by the kernels of `native.cpp`, which decode codes in registers. For more
+rows a strip of the weight is dequantised into a buffer that stays in the cache and multiplied by BLAS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from birkhoff.kernels.packed.compile import library
+from birkhoff.kernels.packed.grids import grid
+from birkhoff.kernels.packed.matrix import PackedMatrix
+
+MAX_LOOP_ROWS = 24  # rows up to which the loops are faster than dequantising first
+STRIP_BYTES = 4 << 20  # of dequantised weights
+
+
+class _Matrix(ctypes.Structure):
+    """struct Matrix of native.cpp."""
+
+    _fields_ = (
+        ("type", c_int64),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("row_bytes", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("scale_rows", c_int64),
+        ("scale_stride", c_int64),
+    )
+
+
+@cache
+def _native() -> ctypes.CDLL:
+    native = library()
+    assert native is not None, "there are no native kernels here"
+    tables = [grid(name).contiguous() for name in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")]
+    native.birkhoff_tables(*(c_void_p(table.data_ptr()) for table in tables))
+    native.birkhoff_products.argtypes = [c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int]
+    native.birkhoff_grouped.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int]
+    native.birkhoff_dequantise.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
+    native.birkhoff_rows.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
+    native.birkhoff_experts.argtypes = [
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_float,
+        c_void_p,
+        c_int,
+    ]
+    native.birkhoff_first_bad_row.argtypes = [c_void_p]
+    native.birkhoff_first_bad_row.restype = c_int64
+    native.birkhoff_read.argtypes = [c_void_p, c_int64, c_int]
+    for name in ("products", "grouped", "dequantise", "rows", "experts"):
+        getattr(native, f"birkhoff_{name}").restype = None
+    return native
+
+
+def available() -> bool:
+    """Whether there are native kernels on this machine; the first call may compile them."""
+    return library() is not None
+
+
+def _fill(target: _Matrix, matrix: PackedMatrix) -> None:
+    codes, scales = matrix.codes, matrix.scales
+    assert codes.device.type == "cpu" and codes.stride(1) == 1
+    target.type, target.rows, target.columns = matrix.type.id, matrix.rows, matrix.columns
+    target.row_bytes, target.codes = codes.stride(0), codes.data_ptr()
+    if scales is not None:
+        assert matrix.type.tile is not None and scales.stride(1) == 1
+        target.scales, target.scale_rows = scales.data_ptr(), matrix.type.tile[0]
+        target.scale_stride = scales.stride(0)
+
+
+class _Matrices:
+    """Matrices as the native kernels take them; keeps their memory alive."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]):
+        self.matrices = list(matrices)
+        self.structs = (_Matrix * len(self.matrices))()
+        for target, matrix in zip(self.structs, self.matrices):
+            _fill(target, matrix)
+        self.address = ctypes.addressof(self.structs)
+        self.native = _native()
+
+
+class Product(_Matrices):
+    """`x [..., in] -> [..., sum of rows]` for matrices with a common input, their results side by side."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]):
+        super().__init__(matrices)
+        self.columns = self.matrices[0].columns
+        assert all(matrix.columns == self.columns for matrix in self.matrices)
+        self.rows = sum(matrix.rows for matrix in self.matrices)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.numel() // self.columns
+        flat = x.reshape(n, self.columns)
+        out = torch.empty(n, self.rows)
+        if n <= MAX_LOOP_ROWS:
+            self.into(flat, out)
+        else:
+            self._by_strips(flat, out)
+        return out.view(*x.shape[:-1], self.rows)
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The product of a few rows x [n, in], stored in out [n, >= rows]; rows of both are contiguous."""
+        self.native.birkhoff_products(
+            self.address,
+            len(self.structs),
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
+            out.data_ptr(),
+            out.stride(0),
+            torch.get_num_threads(),
+        )
+
+    def grouped(self, x: torch.Tensor, group: int) -> torch.Tensor:
+        """`x [..., groups * in] -> [..., rows]` for one matrix whose rows form groups: group g reads columns
+        `g * in ..`."""
+        assert len(self.matrices) == 1, "groups of several matrices"
+        groups = self.rows // group
+        flat = x.reshape(-1, groups * self.columns)
+        n = len(flat)
+        out = torch.empty(n, self.rows)
+        if n <= MAX_LOOP_ROWS:
+            self.native.birkhoff_grouped(
+                self.address,
+                group,
+                flat.data_ptr(),
+                flat.stride(0),
+                n,
+                out.data_ptr(),
+                out.stride(0),
+                torch.get_num_threads(),
+            )
+        else:
+            weight = torch.empty(group, self.columns)
+            for g in range(groups):
+                self.dequantise(0, g * group, (g + 1) * group, weight)
+                columns = flat[:, g * self.columns : (g + 1) * self.columns]
+                torch.mm(columns, weight.T, out=out[:, g * group : (g + 1) * group])
+        return out.view(*x.shape[:-1], self.rows)
+
+    def _by_strips(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        column = 0
+        for index, matrix in enumerate(self.matrices):
+            for start, strip in self.strips(index):
+                first = column + start
+                torch.mm(x, strip.T, out=out[:, first : first + len(strip)])
+            column += matrix.rows
+
+    def strips(self, index: int):
+        """(first row, float32 rows) of one matrix; each strip is valid until the next one is requested."""
+        matrix = self.matrices[index]
+        step = max(4, STRIP_BYTES // (4 * self.columns))
+        buffer = torch.empty(min(step, matrix.rows), self.columns)
+        for start in range(0, matrix.rows, step):
+            stop = min(start + step, matrix.rows)
+            self.dequantise(index, start, stop, buffer)
+            yield start, buffer[: stop - start]
+
+    def dequantise(self, index: int, start: int, stop: int, out: torch.Tensor) -> None:
+        """Rows [start, stop) of one matrix, float32, into the first rows of `out`."""
+        address = self.address + index * ctypes.sizeof(_Matrix)
+        self.native.birkhoff_dequantise(address, start, stop, out.data_ptr(), torch.get_num_threads())
+
+
+def dequantise(matrix: PackedMatrix) -> torch.Tensor:
+    """The values of a matrix, float32 [rows, columns]."""
+    out = torch.empty(matrix.rows, matrix.columns)
+    Product([matrix]).dequantise(0, 0, matrix.rows, out)
+    return out
+
+
+class RowLookup(_Matrices):
+    """`ids [n] -> [n, columns]`: rows of one matrix, as an embedding."""
+
+    def __init__(self, matrix: PackedMatrix):
+        super().__init__([matrix])
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        flat = ids.reshape(-1).long().contiguous()
+        out = torch.empty(len(flat), self.matrices[0].columns)
+        self.native.birkhoff_rows(self.address, flat.data_ptr(), len(flat), out.data_ptr())
+        return out.view(*ids.shape, -1)
+
+
+class ExpertProducts(_Matrices):
+    """Routed experts for the few rows of a decode step. `matrices`: gate, up and down of every expert."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix], limit: float):
+        super().__init__(matrices)
+        self.limit = limit
+        self.count = len(self.matrices) // 3
+
+    def add(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, d] += the weighted sum over the experts of each row of x [n, d]; ids int64 and weights [n, k]."""
+        self.native.birkhoff_experts(
+            self.address,
+            self.count,
+            x.data_ptr(),
+            len(x),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            ids.shape[1],
+            self.limit,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def first_bad_row(matrix: PackedMatrix) -> int | None:
+    """The first row with a value that is not finite; None if there is none."""
+    held = _Matrices([matrix])
+    row = held.native.birkhoff_first_bad_row(held.address)
+    return None if row < 0 else row

@@ -34,6 +34,8 @@ def model_identity(model: Transformer, version: int = 1) -> bytes:
 
 def _sums(tensor: torch.Tensor) -> list[int]:
     data = tensor.contiguous().flatten().view(torch.uint8)
+    if data.storage_offset() % 8:  # rows of packed blocks begin at any byte
+        data = data.clone()
     tail = data.numel() % 8
     words = data[: data.numel() - tail].view(torch.int64)
     sums = [sum(byte * 257**index for index, byte in enumerate(data[data.numel() - tail :].tolist()))]

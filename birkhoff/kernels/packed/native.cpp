@@ -179,16 +179,36 @@ template <> void decode<MXFP4>(const uint8_t *row, const uint8_t *, int first, i
     }
 }
 
-// out[0 .. width) = a * ((codes >> shift) & mask) + b, for 16 or 32 codes.
-template <int WIDTH> inline void fields(const uint8_t *codes, int shift, int mask, float a, float b, float *out) {
 #if WIDE
-    for (int j = 0; j < WIDTH; j += 16) {
-        const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + j)));
-        const __m512i value = _mm512_and_si512(_mm512_srl_epi32(wide, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
-        _mm512_storeu_ps(out + j, _mm512_fmadd_ps(_mm512_cvtepi32_ps(value), _mm512_set1_ps(a), _mm512_set1_ps(b)));
+// The bits [shift, ...) under `mask` of sixteen bytes.
+inline __m128i bits_of(const uint8_t *codes, int shift, int mask) {
+    const __m128i raw = _mm_loadu_si128((const __m128i *)codes);
+    return _mm_and_si128(_mm_srl_epi16(raw, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(char(mask)));
+}
+
+// out[0 .. 16) = a * values + b for sixteen signed bytes.
+inline void store16(__m128i values, float a, float b, float *out) {
+    const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(wide, _mm512_set1_ps(a), _mm512_set1_ps(b)));
+}
+#endif
+
+// out[0 .. 16) = a * (((codes >> shift) & mask) + ((top >> top_shift) & top_mask) * high - offset) + b.
+inline void fields(const uint8_t *codes, int shift, int mask, const uint8_t *top, int top_shift, int top_mask, int high,
+                   int offset, float a, float b, float *out) {
+#if WIDE
+    __m128i values = bits_of(codes, shift, mask);
+    if (top) {
+        const __m128i above = bits_of(top, top_shift, top_mask);
+        values = _mm_or_si128(values, high == 4 ? _mm_slli_epi16(above, 2) : _mm_slli_epi16(above, 4));
     }
+    if (offset) values = _mm_sub_epi8(values, _mm_set1_epi8(char(offset)));
+    store16(values, a, b, out);
 #else
-    for (int j = 0; j < WIDTH; j++) out[j] = a * float((codes[j] >> shift) & mask) + b;
+    for (int j = 0; j < 16; j++) {
+        const int above = top ? ((top[j] >> top_shift) & top_mask) * high : 0;
+        out[j] = a * float(((codes[j] >> shift) & mask) + above - offset) + b;
+    }
 #endif
 }
 
@@ -199,7 +219,7 @@ template <> void decode<Q2_K>(const uint8_t *row, const uint8_t *, int first, in
         for (int group = 0; group < 16; group++, out += 16) {
             const uint8_t scale = row[group];
             const uint8_t *codes = row + 16 + 32 * (group / 8) + 16 * (group % 2);
-            fields<16>(codes, 2 * (group / 2 % 4), 3, d * float(scale & 15), -least * float(scale >> 4), out);
+            fields(codes, 2 * (group / 2 % 4), 3, nullptr, 0, 0, 0, 0, d * float(scale & 15), -least * float(scale >> 4), out);
         }
     }
 }
@@ -213,9 +233,7 @@ template <> void decode<Q3_K>(const uint8_t *row, const uint8_t *, int first, in
             const int high = (row[104 + group % 4] >> (2 * (group / 4))) & 3;
             const float step = d * float((low | high << 4) - 32);
             const uint8_t *codes = row + 32 + 32 * (group / 8) + 16 * (group % 2), *top = row + 16 * (group % 2);
-            const int shift = 2 * (group / 2 % 4), bit = group / 2;
-            for (int j = 0; j < 16; j++)
-                out[j] = step * float(((codes[j] >> shift) & 3) + ((top[j] >> bit) & 1) * 4 - 4);
+            fields(codes, 2 * (group / 2 % 4), 3, top, group / 2, 1, 4, 4, step, 0.f, out);
         }
     }
 }
@@ -237,7 +255,9 @@ template <> void decode<Q4_K>(const uint8_t *row, const uint8_t *, int first, in
         for (int group = 0; group < 8; group++, out += 32) {
             float scale, least;
             scale_and_minimum(row + 4, group, scale, least);
-            fields<32>(row + 16 + 32 * (group / 2), 4 * (group % 2), 15, d * scale, -dmin * least, out);
+            for (int part = 0; part < 32; part += 16)
+                fields(row + 16 + 32 * (group / 2) + part, 4 * (group % 2), 15, nullptr, 0, 0, 0, 0, d * scale, -dmin * least,
+                       out + part);
         }
     }
 }
@@ -250,10 +270,8 @@ template <> void decode<Q5_K>(const uint8_t *row, const uint8_t *, int first, in
             float scale, least;
             scale_and_minimum(row + 4, group, scale, least);
             const uint8_t *codes = row + 48 + 32 * (group / 2), *top = row + 16;
-            const int shift = 4 * (group % 2);
-            const float a = d * scale, b = -dmin * least;
-            for (int j = 0; j < 32; j++)
-                out[j] = a * float(((codes[j] >> shift) & 15) | (((top[j] >> group) & 1) << 4)) + b;
+            for (int part = 0; part < 32; part += 16)
+                fields(codes + part, 4 * (group % 2), 15, top + part, group, 1, 16, 0, d * scale, -dmin * least, out + part);
         }
     }
 }
@@ -265,12 +283,9 @@ template <> void decode<Q6_K>(const uint8_t *row, const uint8_t *, int first, in
         const int8_t *scales = (const int8_t *)(row + 192);
         for (int group = 0; group < 8; group++, out += 32) {
             const uint8_t *low = row + 64 * (group / 4) + 32 * (group % 2), *high = row + 128 + 32 * (group / 4);
-            const int shift = 4 * (group / 2 % 2), top = 2 * (group % 4);
-            for (int part = 0; part < 2; part++) {
-                const float step = d * float(scales[2 * group + part]);
-                for (int j = 16 * part; j < 16 * part + 16; j++)
-                    out[j] = step * float((((low[j] >> shift) & 15) | (((high[j] >> top) & 3) << 4)) - 32);
-            }
+            for (int part = 0; part < 2; part++)
+                fields(low + 16 * part, 4 * (group / 2 % 2), 15, high + 16 * part, 2 * (group % 4), 3, 16, 32,
+                       d * float(scales[2 * group + part]), 0.f, out + 16 * part);
         }
     }
 }
@@ -305,10 +320,11 @@ template <> void decode<IQ2_XS>(const uint8_t *row, const uint8_t *, int first, 
     row += int64_t(first / 256) * 74;
     for (int block = 0; block < count / 256; block++, row += 74) {
         const float d = half(row);
-        for (int k = 0; k < 32; k++, out += 8) {
-            const int index = row[2 + 2 * k] | row[3 + 2 * k] << 8;
-            const int scale = (row[66 + k / 4] >> (4 * (k / 2 % 2))) & 15;
-            lattice(grid_iq2_xs[index & 511], sign_table[index >> 9], d * (0.5f + float(scale)) * 0.25f, out);
+        for (int k = 0; k < 32; k += 2, out += 16) {
+            const float step = d * (0.5f + float((row[66 + k / 4] >> (2 * (k % 4))) & 15)) * 0.25f;
+            const uint32_t pair = word(row + 2 + 2 * k);
+            lattice(grid_iq2_xs[pair & 511], sign_table[(pair >> 9) & 127], step, out);
+            lattice(grid_iq2_xs[(pair >> 16) & 511], sign_table[pair >> 25], step, out + 8);
         }
     }
 }

@@ -68,8 +68,8 @@ class KernelSet:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether `experts` reads packed weights by address, attention takes all chunks of a step, and `packed_linear` also
-        takes weights that are held as numbers."""
+        """Whether `experts` reads packed weights by address, attention takes all chunks of a step, and `packed_linear`
+        also takes weights that are held as numbers."""
         return self.name == "triton"
 
 

@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return (
             isinstance(state, LayerState)
             and batch.one_chunk_per_slot
-            and self.kernels.reads_codes
+            and self.kernels.on_gpu
             and not self.numerics.released
             and not torch.is_grad_enabled()
             and self.powers_of_two

@@ -27,7 +27,6 @@ from training.data import (
     held_out_rows,
     make_unit,
     pack,
-    render_text,
     seeded,
 )
 from training.feed import Feed
@@ -98,7 +97,6 @@ def test_layout_is_the_chat_encoders(made):
     markers = Markers.of(tokenizer)
     talk = Conversation((Record("a", "Hello!", "Hi there."), Record("a", "Tell me more.", "No.")), "Be kind.")
     ids, _ = encode_conversations(tokenizer, markers, [talk])[0]
-    assert ids.tolist() == tokenizer.encode(render_text(talk), add_special_tokens=False).ids
     messages = [{"role": "system", "content": "Be kind."}]
     for turn in talk.turns:
         messages += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.text}]
@@ -134,9 +132,7 @@ def test_small_talk_is_repeated_in_every_pass(made):
 
 
 def test_long_records_become_whole_continuations():
-    text = "\n\n".join(
-        f"Part {number} begins here. The cat saw the dog and the ball." for number in range(40)
-    )
+    text = "\n\n".join(f"Part {index} begins here. The cat saw the dog and the ball." for index in range(40))
     record = Record("child", "Tell me a story called The Cat.", text)
     shorter = split_late(record, random.Random(0))
     assert shorter and all(text.endswith(piece.text) for piece in shorter)
@@ -152,10 +148,10 @@ def test_long_records_become_whole_continuations():
 def test_packing_keeps_everything_once(sizes, seed):
     encoded = [(np.full(n, i + 10, np.uint16), np.full(n, ANSWER, np.uint8)) for i, n in enumerate(sizes)]
     rows = pack(encoded, 64, 2, random.Random(seed))
-    found = rows.ids[rows.roles == ANSWER]
-    for number, size in enumerate(sizes):
-        assert (found == number + 10).sum() == size
-        holders = {row for row in range(len(rows.ids)) if (rows.ids[row] == number + 10).any()}
+    result = rows.ids[rows.roles == ANSWER]
+    for index, size in enumerate(sizes):
+        assert (result == index + 10).sum() == size
+        holders = {row for row in range(len(rows.ids)) if (rows.ids[row] == index + 10).any()}
         assert len(holders) == 1
     assert len(rows.ids) <= len(sizes)
 
@@ -237,11 +233,11 @@ def test_near_misses_keep_the_answer():
 
 
 def test_facts_are_right():
-    found = {record.prompt: record.text for record in facts()}
-    assert found["What is 7 plus 8?"] == "Seven plus eight is fifteen."
-    assert found["What is 9 minus 4?"] == "Nine minus four is five."
-    assert found["What day comes after Sunday?"] == "After Sunday comes Monday."
-    assert found["What month comes before January?"] == "Before January comes December."
+    result = {record.prompt: record.text for record in facts()}
+    assert result["What is 7 plus 8?"] == "Seven plus eight is fifteen."
+    assert result["What is 9 minus 4?"] == "Nine minus four is five."
+    assert result["What day comes after Sunday?"] == "After Sunday comes Monday."
+    assert result["What month comes before January?"] == "Before January comes December."
 
 
 def test_sentences_split_where_they_end():
@@ -261,10 +257,10 @@ def test_a_feed_repeats_itself_and_seeks(made):
     feed = Feed(folder, folder / "tokenizer", LENGTH, seed=1)
     first = [feed.batch("mixed", 3)[0] for _ in range(4)]
     feed.batch("core", 2)
-    place, following = feed.position(), feed.batch("mixed", 3)[0]
+    index, following = feed.position(), feed.batch("mixed", 3)[0]
     feed.rewind()
     assert all(np.array_equal(batch, feed.batch("mixed", 3)[0]) for batch in first)
-    feed.seek(place)
+    feed.seek(index)
     assert np.array_equal(feed.batch("mixed", 3)[0], following)
     with pytest.raises(OptionError, match="mixed, core"):
         feed.batch("general", 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import random
 from pathlib import Path
 
 import torch
 
 from birkhoff.config import RopeScaling, V4Config
-from training.corpus import HELD_OUT_FILES, TRAIN_FILES, Record, write_records
+from training.corpus import HELD_OUT_FILES, TRAIN_FILES, Record
 from training.feed import Feed
 from training.forward import Forward
 from training.loop import Bench, Log
@@ -18,6 +20,13 @@ from training.settings import Settings
 
 VOCAB = 400
 SETTINGS = Settings(batch=4, length=64, warmup_steps=5, bias_fast_steps=20)
+
+
+def write_records(path: Path, records: list[Record]) -> None:
+    """Write records as `read_records` expects them, compressed if the name ends in .xz."""
+    opener = lzma.open if path.suffix == ".xz" else open
+    with opener(path, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(vars(record)) + "\n" for record in records)
 
 
 def tiny_config(**changes) -> V4Config:

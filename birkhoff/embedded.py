@@ -26,6 +26,23 @@ def shipped_dictionary(model: object) -> Path | None:
     return None if folder is None or not (folder / DICTIONARY).is_dir() else folder / DICTIONARY
 
 
+def dictionary_path(name: str | Path) -> Path:
+    """The directory or file a caller names: an existing path, else the SAE of an embedded model of that name."""
+    path = Path(name)
+    return path if path.exists() else shipped_dictionary(str(name)) or path
+
+
+def vector_path(name: str | Path) -> Path:
+    """The vector file a caller names: an existing path, else one that ships with an embedded model."""
+    path = Path(name)
+    if path.exists():
+        return path
+    shipped = {
+        name: file for model in EMBEDDED.iterdir() for name, file in shipped_vectors(model.name).items()
+    }
+    return shipped.get(str(name), path)
+
+
 def _embedded(model: object) -> Path | None:
     """The folder of an embedded model; `model` must be a bare name, not a path."""
     if not isinstance(model, str) or not model.isidentifier() or not (EMBEDDED / model).is_dir():

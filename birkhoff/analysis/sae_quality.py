@@ -23,6 +23,7 @@ from birkhoff.sae.feature_edits import SaeReconstruct
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
+LEAST_DAMAGE = 0.01  # nats per token; below it the share is a quotient of noise
 _NAME = "under measurement"  # name the SAE is attached under
 
 
@@ -36,10 +37,10 @@ class LossRecovered:
     ablated: float
 
     @property
-    def recovered(self) -> float:
-        """Share of the ablation loss that the reconstruction avoids."""
+    def recovered(self) -> float | None:
+        """Share of the ablation loss that the reconstruction avoids; None if ablation does no measurable damage."""
         damage = self.ablated - self.plain
-        return (self.ablated - self.spliced) / damage if damage > 0 else 0.0
+        return (self.ablated - self.spliced) / damage if damage >= LEAST_DAMAGE else None
 
     @property
     def added(self) -> float:

@@ -122,6 +122,8 @@ def search_vectors(
 
 
 def best_trial(trials: Sequence[Trial], loss_bound: float) -> Trial | None:
-    """Return the trial with the largest effect whose loss increase is at most `loss_bound`; None if there is none."""
-    allowed = [trial for trial in trials if trial.loss_gained <= loss_bound]
+    """Return the trial with the largest effect whose loss increase is at most `loss_bound`.
+
+    None if there is none, or if none of them raised the score: the best of vectors that do nothing is not a result."""
+    allowed = [trial for trial in trials if trial.loss_gained <= loss_bound and trial.gained > 0]
     return max(allowed, key=lambda trial: (trial.moved, trial.gained), default=None)

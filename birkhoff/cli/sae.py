@@ -28,7 +28,9 @@ app = typer.Typer(
 )
 MAX_REQUESTS = 8
 Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.", show_default=False)]
-Directory = Annotated[Path, typer.Argument(help="Directory of an SAE.", show_default=False)]
+Directory = Annotated[
+    Path, typer.Argument(help="Directory of an SAE, or nano for its own.", show_default=False)
+]
 Hook = Annotated[
     str | None, typer.Option(help="Hook of its rows, if the SAE does not name it.", show_default=False)
 ]
@@ -144,7 +146,12 @@ def evaluate(
         typer.echo(json_module.dumps(result))
         return
     for name, value in result.items():
-        typer.echo(f"{name:20} {value if isinstance(value, int) else format(value, '.4f')}")
+        shown = format(value, ".4f") if isinstance(value, float) else "-" if value is None else value
+        typer.echo(f"{name:20} {shown}")
+    if loss.recovered is None:
+        print_status(
+            "recovered is not defined: without these rows the model loses less than 0.01 nats per token"
+        )
 
 
 @app.command(name="features")
@@ -169,6 +176,7 @@ def features_of(
     """Describe features: top contexts, activation frequency and promoted tokens."""
     load_options, _ = split_options(options)
     from birkhoff.analysis.sae_features import explain, save_features
+    from birkhoff.embedded import dictionary_path
     from birkhoff.sae.dictionary import Sae
 
     with open_engine(load_options, MAX_REQUESTS) as engine:
@@ -176,7 +184,7 @@ def features_of(
         sequences = list(_token_ids(engine, texts))[:limit]
         entries = explain(engine, sae, sequences, feature or None, contexts=contexts)
     if write:
-        path = save_features(entries, directory)
+        path = save_features(entries, dictionary_path(directory))
         print_status(f"{len(entries)} features in {path}")
     if json:
         typer.echo(json_module.dumps({str(index): entry.to_json() for index, entry in entries.items()}))

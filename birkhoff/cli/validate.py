@@ -53,7 +53,7 @@ def validate(
     gate: Annotated[
         str | None,
         typer.Option(
-            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the dtypes.",
+            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the formats.",
             show_default=False,
         ),
     ] = None,

@@ -162,11 +162,16 @@ def search(
                 progress=record,
             )
         best = best_trial(trials, loss_bound)
+        bounded = any(trial.loss_gained <= loss_bound for trial in trials)
         if best is not None and out is not None:
             scaled_vector(engine, contrasts[best.hook], best.layer, best.streams, best.strength).save(out)
     _print_table(trials_table(trials, best))
     if best is None:
-        print_status(f"no trial stays within {loss_bound} nats of the unsteered text. Try lower strengths.")
+        print_status(
+            "no trial moved the answers towards the positive side. Try higher strengths, other hooks or other texts."
+            if bounded
+            else f"no trial stays within {loss_bound} nats of the unsteered text. Try lower strengths."
+        )
     if json:
         result = {
             "trials": [trial.to_json() for trial in trials],
@@ -209,7 +214,10 @@ def list_vectors(
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A vector file.", show_default=False)], json: Json = False
+    file: Annotated[
+        str, typer.Argument(help="A vector file, or a vector that ships with nano.", show_default=False)
+    ],
+    json: Json = False,
 ) -> None:
     """Show the metadata of a vector file."""
     from birkhoff.steering.vector_file import SteeringVector

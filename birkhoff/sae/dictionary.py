@@ -225,7 +225,7 @@ class Sae:
     ) -> Sae:
         """Read a dictionary from files of SAELens, Gemma Scope, dictionary_learning, or our manifest; see
         `docs/sae.md`. `path` may be a name in the hub cache: `org/name/folder`, or a published dictionary such as
-        `gpt2-small-res-jb/blocks.8.hook_resid_pre`.
+        `gpt2-small-res-jb/blocks.8.hook_resid_pre`; `nano` is the one that ships with that model.
 
         `centered` and `input_scale` say what some files of SAELens leave out: that rows had their mean removed, and
         the factor they were multiplied by. Published dictionaries bring them."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from birkhoff.embedded import dictionary_path
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.hf_hub import resolve
 from birkhoff.sae.dictionary import Sae
@@ -28,7 +29,9 @@ from birkhoff.sae.sae_manifest import MANIFEST, load_manifest, save_manifest
 
 def locate_sae(name: str | Path) -> tuple[Path, Release | None]:
     """The path of a dictionary given by path or name, and what is known of a published one."""
-    path = Path(name).expanduser()
+    path = dictionary_path(Path(name).expanduser())
+    if path != Path(name).expanduser():
+        return path, None
     release = None if path.exists() else find_release(str(name))
     return (resolve(str(release.where)) if release is not None else resolve(name)), release
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from birkhoff.embedded import shipped_dictionary
+from birkhoff.embedded import dictionary_path
 from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.digest import combine
 from birkhoff.hooks.plan import Key
@@ -69,7 +69,7 @@ class SaeResolver:
         one."""
         saes = sae
         if isinstance(sae, (str, Path)):
-            path = shipped_dictionary(sae) or Path(sae)
+            path = dictionary_path(sae)
             saes = load_all(path)
             features = clampable_features(path) if features is None else features
         if replace:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from birkhoff.analysis.sae_features import FILE
 from birkhoff.api.engine import Engine
-from birkhoff.embedded import shipped_dictionary
+from birkhoff.embedded import dictionary_path, shipped_dictionary
 from birkhoff.errors import SaeError, quoted
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.sae_fields import parse_global_specs
@@ -38,7 +38,7 @@ def sae_paths(settings: ServerSettings, model: str) -> dict[str, Path]:
     """Paths of the SAEs to attach at start, by name: the one shipped with the model and those of the settings."""
     shipped = shipped_dictionary(model)
     pairs = (text.partition("=") for text in (*settings.sae, *settings.sae_full))
-    configured = {name: Path(path) for name, _, path in pairs}
+    configured = {name: dictionary_path(path) for name, _, path in pairs}
     return configured if shipped is None else {model: shipped, **configured}
 
 

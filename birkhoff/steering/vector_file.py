@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from birkhoff.errors import SteeringError, VectorFileError, quoted
+from birkhoff.embedded import shipped_vectors, vector_path
+from birkhoff.errors import SteeringError, VectorFileError, did_you_mean, quoted
 from birkhoff.hooks.site_names import ALIASES
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
@@ -221,11 +222,13 @@ class SteeringVector:
 
     @classmethod
     def load(cls, path: str | Path) -> SteeringVector:
-        """Read a file; missing metadata, unknown tensors and a wrong checksum are refused."""
-        path = Path(path)
+        """Read a file, or a shipped vector by name; missing metadata, unknown tensors and a wrong checksum are
+        refused."""
+        path = vector_path(path)
         if not path.is_file():
             raise VectorFileError(
-                f"{path} is {'not a file' if path.exists() else 'missing'}, expected a vector file."
+                f"{path} is {'not a file' if path.exists() else 'missing'}, expected a vector file or one of "
+                f"{', '.join(shipped_vectors('nano'))}.{did_you_mean(str(path), shipped_vectors('nano'))}"
             )
         try:
             check_regular(path, VECTOR_BYTES)

@@ -57,6 +57,8 @@ def find_gate(name: str) -> ToleranceGate:
     return GATES[name]
 
 
-def default_gate(first_dtype: str, second_dtype: str) -> ToleranceGate:
-    """Return the strict gate if both runs are float32, else the bfloat16 gate."""
-    return GATES["float32" if first_dtype == second_dtype == "float32" else "bfloat16"]
+def default_gate(first_dtype: str, second_dtype: str, rounded: bool = False) -> ToleranceGate:
+    """Return the gate for these compute dtypes; `rounded`: one side stores rounded weights of the other."""
+    if not first_dtype == second_dtype == "float32":
+        return GATES["bfloat16"]
+    return GATES["trained" if rounded else "float32"]

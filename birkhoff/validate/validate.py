@@ -23,6 +23,7 @@ from birkhoff.validate.oracle import run_oracle
 from birkhoff.validate.runs import ForwardRun, build, random_tokens, run_model
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
+from birkhoff.weights.tensor_ref import TensorRef
 
 LENGTH = 192  # more than one block of 128 and the sliding window of small models, not a multiple of 4
 
@@ -64,15 +65,18 @@ def validate(
             return None
     against = against_dtype or dtype
     other: Transformer | None = None
+    rounded = False
     if reference is not None:
         theirs = reference
     elif oracle is not None:
         theirs, against = run_oracle(first, ids), "float32"
     else:
         assert b is not None
-        other = build(open_checkpoint(locate(b)), against, numerics, device)
+        second = open_checkpoint(locate(b))
+        rounded = _one_is_rounded(first, second)
+        other = build(second, against, numerics, device)
         theirs = run_model(other, ids, str(b))
-    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against)
+    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
     if not result.ok and explanations:
         # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
@@ -82,6 +86,18 @@ def validate(
             if result.explanations:
                 break
     return result
+
+
+def _one_is_rounded(first: Checkpoint, second: Checkpoint) -> bool:
+    """Whether a tensor is stored in a format that rounds (Q8_0 and other GGUF blocks, F16) on one side only.
+
+    FP8, FP4, bfloat16 and float32 hold the values they were converted from, or are what was released."""
+
+    def rounding(tensor: TensorRef) -> str:
+        stored = tensor.encoding or tensor.dtype
+        return stored if stored.startswith(("Q", "IQ", "TQ", "F16")) else ""
+
+    return any(rounding(first[name]) != rounding(second[name]) for name in first if name in second)
 
 
 def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:

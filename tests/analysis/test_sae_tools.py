@@ -149,7 +149,8 @@ def test_loss_recovered_equals_its_definition(engine, dictionary):
     )
     assert result.added == pytest.approx(result.spliced - result.plain)
     assert (
-        LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
+        LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75
+        and LossRecovered(9, 1.0, 1.5, 0.9).recovered is None
     )
     nothing = loss_recovered(engine, zero_sae(dictionary), prompts)
     assert nothing.spliced == nothing.ablated

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from birkhoff.analysis.vector_search import Trial, best_trial
 from birkhoff.cli.main import run
 from birkhoff.sae.dictionary import Sae
 from birkhoff.steering.vector_file import SteeringVector
@@ -65,7 +66,9 @@ def test_search_tries_every_site_and_reports_the_best(tiny, folder, capfd):
         "--strengths",
         "0.5,4",
         "--max-tokens",
-        "6",
+        "30",
+        "--up",
+        "e,a,o",
         "--loss-bound",
         "100",
         "--model",
@@ -79,6 +82,10 @@ def test_search_tries_every_site_and_reports_the_best(tiny, folder, capfd):
     best = SteeringVector.load(folder / "best.safetensors")
     assert best.layers == (2,)
     assert run([*ask[:-4], "--loss-bound", "-100", "--model", tiny]) == 1
+    assert "Try lower strengths" in capfd.readouterr().err
+    lost = folder / "lost.safetensors"
+    assert run([*ask[:-6], "--up", "unheard", "--model", tiny, "--out", str(lost)]) == 1
+    assert "no trial moved the answers" in capfd.readouterr().err and not lost.exists()
 
 
 def test_import_requires_missing_metadata(folder, capfd):
@@ -152,3 +159,25 @@ def test_an_sae_from_training_to_features(tiny, folder, capfd):
     back = Sae.load(folder / "back")
     assert back.digest == Sae.load(folder / "half").digest and back.hook == "mlp_out"
     assert run(["sae", "train", "--hook", "mlp_out", "--layer", "2", "--out", str(out)]) == 2
+
+
+def test_names_of_what_ships_with_nano_work_as_paths_do(tmp_path, capfd):
+    assert run(["vectors", "show", "spooky"]) == 0
+    assert "mhc_streams_pre_attn" in capfd.readouterr().out
+    assert run(["vectors", "show", "spoky"]) == 1
+    assert "Did you mean 'spooky'?" in capfd.readouterr().err
+    assert run(["inspect", "nano"]) == 0 and "no problems found" in capfd.readouterr().out
+    (tmp_path / "texts.txt").write_text("Once upon a time there was a fox who lived in a wood.\n")
+    assert run(["sae", "eval", "nano", "--texts", str(tmp_path / "texts.txt"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["explained_variance"] > 0.5
+    assert run(["sae", "export", "nano", "--out", str(tmp_path / "copy")]) == 0
+    assert Sae.load(tmp_path / "copy").d_sae == Sae.load("nano").d_sae
+
+
+def test_a_search_does_not_choose_a_vector_that_did_nothing():
+    def trial(gained, loss):
+        return Trial("mlp_out", 1, None, 0.5, gained, 0.0, loss, gained, loss)
+
+    assert best_trial([trial(0.0, 0.0), trial(-0.1, 0.0)], 1.0) is None
+    assert best_trial([trial(0.2, 2.0), trial(0.0, 0.0)], 1.0) is None
+    assert best_trial([trial(0.1, 0.5), trial(0.0, 0.0)], 1.0).gained == 0.1

@@ -103,8 +103,16 @@ def test_a_checkpoint_agrees_with_its_gguf(tiny, tmp_path):
     result = validate(tmp_path / "exact.gguf", tiny, length=64)
     assert result.ok and result.logits.rel_rmse == 0 and result.logits.top20 == 1
     convert(tiny, tmp_path / "rounded.gguf")
-    strict = validate(tmp_path / "rounded.gguf", tiny, length=64, explanations=False)
+    strict = validate(tmp_path / "rounded.gguf", tiny, length=64, gate="float32", explanations=False)
     assert not strict.ok and strict.logits.rel_rmse > 1e-4
+
+
+def test_rounded_weights_are_held_to_the_gate_of_their_format(tmp_path):
+    convert("nano", tmp_path / "rounded.gguf")
+    for pair in ((tmp_path / "rounded.gguf", "nano"), ("nano", tmp_path / "rounded.gguf")):
+        result = validate(*pair, length=64)
+        assert result.ok and result.gate.name == "trained", lines(result)
+    assert validate("nano", "nano", length=8).gate.name == "float32"
 
 
 def test_bfloat16_is_held_to_its_own_gate(tiny):

@@ -9,6 +9,9 @@ streams with a nearly doubly stochastic matrix, `comb[from, to]`:
     streams = layer.post(streams, sublayer(u), post, comb)
     out = layer.head(streams)                           # [..., d], once, at the end of the model
 
+`init_state`, `pre_block`, `post_block` and `read_out` are other names of these four, as a layer-only port has them;
+what that port computes differently is listed in `docs/mhc.md`.
+
 The arithmetic is that of the V4 trunk: differentiable, in float32 whatever the dtype of the streams, for any leading
 shape. The result of a token depends on its own streams only.
 """
@@ -16,7 +19,7 @@ shape. The result of a token depends on its own streams only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,6 +39,8 @@ _TRIPLE = ("fn", "base", "scale")
 _HEAD = ("head_fn", "head_base", "head_scale")
 _PARTS = ("pre", "post", "res")
 _SPLIT = tuple(f"{kind}_{part}" for kind in ("W", "S", "alpha") for part in _PARTS)
+_STACKED = ("W", "S", "alpha")
+ORDERS = ("pre_post_res", "pre_res_post")
 
 
 class HyperConnection(nn.Module):
@@ -129,13 +134,34 @@ class HyperConnection(nn.Module):
         self._check_streams(streams)
         return mhc.head(streams, self.head_fn, self.head_base, self.head_scale, self.eps, self.rms_eps)[0]
 
+    def init_state(self, x: torch.Tensor) -> torch.Tensor:
+        """`init` by its name in the layer-only port."""
+        return self.init(x)
+
+    def pre_block(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`pre` by its name in the layer-only port. The mixer is `comb[from, to]`, and `eps` is added to the read-in
+        weights after the sigmoid, as V4 does; the port does neither."""
+        return self.pre(streams)
+
+    def post_block(
+        self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
+        """`post` by its name in the layer-only port: `sum_j comb[j, k] * streams[j]`, where the port multiplies
+        `comb @ streams`."""
+        return self.post(streams, y, post, comb)
+
+    def read_out(self, streams: torch.Tensor) -> torch.Tensor:
+        """`head` by its name in the layer-only port, which returns stream 0; V4 mixes all streams."""
+        return self.head(streams)
+
     def load_weights(
         self,
-        weights: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, torch.Tensor | float] | None = None,
         *,
         prefix: str = "",
         res_axes: Literal["from_to", "to_from"] = "from_to",
-        **named: torch.Tensor,
+        order: Literal["pre_post_res", "pre_res_post"] | None = None,
+        **named: torch.Tensor | float,
     ) -> HyperConnection:
         """Load weights from a mapping, from keywords, or both; nothing is changed unless everything fits.
 
@@ -145,20 +171,38 @@ class HyperConnection(nn.Module):
         its head.
 
         Split form, as in standalone ports of the layer: `W_pre`, `W_post` `[m, m*d]`, `W_res [m*m, m*d]`, static
-        biases `S_pre`, `S_post` `[m]`, `S_res [m, m]` or `[m*m]`, and factors `alpha_*` of one element. A transposed
-        `W [m*d, ...]` is recognised unless it is square. `res_axes` is the order of `S_res` and of the rows of
-        `W_res`: "to_from" if the port computes `comb @ streams`.
+        biases `S_pre`, `S_post` `[m]`, `[1, m]` or `[m, 1]`, `S_res [m, m]` or `[m*m]`, and factors `alpha_*`, numbers
+        or tensors of one element. A transposed `W [m*d, ...]` is recognised unless it is square.
+
+        Stacked form: the same in one matrix `W [(2+m)m, m*d]`, `S [(2+m)m]` and `alpha [3]`. Its parts have the same
+        sizes in either order, so `order` must say which it is: "pre_res_post" or "pre_post_res". With `fn`, `base` and
+        `scale`, which are in the release's order, `order` is refused unless it is that one.
+
+        `res_axes` is the order of `S_res` and of the rows of `W_res`: "to_from" if the weights were trained with
+        `comb @ streams`.
         """
         if res_axes not in ("from_to", "to_from"):
             raise OptionError(f"res_axes is {res_axes!r}, expected 'from_to' or 'to_from'.")
-        tensors = {
+        if order not in (None, *ORDERS):
+            raise OptionError(f"order is {order!r}, expected one of {_join_names(ORDERS)}.")
+        given: dict[str, Any] = {
             k.removeprefix(prefix): v for k, v in (weights or {}).items() if k.startswith(prefix)
         } | named
-        forms = _forms_in(tensors, prefix)
+        forms = _forms_in(given, prefix)
+        tensors = {
+            name: _as_tensor(value) if name.startswith("alpha") else value for name, value in given.items()
+        }
         for name, tensor in tensors.items():
             _check_numbers(name, tensor)
-        ready = {name: tensors[name] for form in forms if form is not _SPLIT for name in form}
-        if _SPLIT in forms:
+        if _TRIPLE in forms and order == "pre_res_post":
+            raise OptionError(
+                "order is 'pre_res_post', but fn, base and scale are in the release's order, pre_post_res. Name a "
+                "stacked matrix of another order W, S and alpha."
+            )
+        ready = {name: tensors[name] for form in forms if form in (_TRIPLE, _HEAD) for name in form}
+        if _STACKED in forms:
+            ready |= self._merge_split_form(self._split_stacked_form(tensors, order), res_axes)
+        elif _SPLIT in forms:
             ready |= self._merge_split_form(tensors, res_axes)
         for name, tensor in ready.items():
             if tensor.shape != getattr(self, name).shape:
@@ -171,6 +215,30 @@ class HyperConnection(nn.Module):
                 getattr(self, name).copy_(tensor)
         return self
 
+    def _split_stacked_form(
+        self, tensors: Mapping[str, torch.Tensor], order: str | None
+    ) -> dict[str, torch.Tensor]:
+        """The stacked form as the split form."""
+        if order is None:
+            raise OptionError(
+                "W is stacked, and [pre; res; post] and [pre; post; res] have the same shape. Say which it is: "
+                "order='pre_res_post' or order='pre_post_res'."
+            )
+        m, inputs = self.streams, self.streams * self.hidden
+        outputs = (2 + m) * m
+        matrix = _as_out_in("W", tensors["W"], outputs, inputs)
+        for name, count in (("S", outputs), ("alpha", 3)):
+            if tuple(tensors[name].shape) != (count,):
+                raise TensorShape(f"{name} is {tuple(tensors[name].shape)}, expected ({count},).")
+        parts = order.split("_")
+        sizes = [m * m if part == "res" else m for part in parts]
+        split: dict[str, torch.Tensor] = {}
+        for part, rows, bias, factor in zip(
+            parts, matrix.split(sizes), tensors["S"].split(sizes), tensors["alpha"]
+        ):
+            split |= {f"W_{part}": rows, f"S_{part}": bias, f"alpha_{part}": factor}
+        return split
+
     def _merge_split_form(
         self, tensors: Mapping[str, torch.Tensor], res_axes: str
     ) -> dict[str, torch.Tensor]:
@@ -182,7 +250,7 @@ class HyperConnection(nn.Module):
         for part, count in zip(_PARTS, (m, m, m * m)):
             matrix = _as_out_in(f"W_{part}", tensors[f"W_{part}"], count, inputs)
             bias, factor = tensors[f"S_{part}"], tensors[f"alpha_{part}"]
-            shapes = [(count,), (m, m)] if part == "res" else [(count,)]
+            shapes = [(count,), (m, m)] if part == "res" else [(count,), (1, count), (count, 1)]
             if tuple(bias.shape) not in shapes:
                 raise TensorShape(
                     f"S_{part} is {tuple(bias.shape)}, expected {' or '.join(map(str, shapes))}."
@@ -215,14 +283,14 @@ def _join_names(names: Iterable[str]) -> str:
 
 def _forms_in(tensors: Mapping[str, object], prefix: str) -> list[tuple[str, ...]]:
     """The forms that these names make up; raises if one of them is incomplete."""
-    unknown = sorted(set(tensors) - {*_TRIPLE, *_HEAD, *_SPLIT})
+    unknown = sorted(set(tensors) - {*_TRIPLE, *_HEAD, *_SPLIT, *_STACKED})
     if unknown:
         raise TensorUnexpected(
             f"{_join_names(unknown)}: expected {_join_names(_TRIPLE + _HEAD)} or the split form "
             f"{_join_names(_SPLIT)}. Pass prefix= to pick from a whole checkpoint."
         )
-    forms = [form for form in (_TRIPLE, _SPLIT, _HEAD) if any(name in tensors for name in form)]
-    if not forms or (_TRIPLE in forms and _SPLIT in forms):
+    forms = [form for form in (_TRIPLE, _SPLIT, _STACKED, _HEAD) if any(name in tensors for name in form)]
+    if not forms or len([form for form in forms if form is not _HEAD]) > 1:
         raise TensorMissing(
             f"got {_join_names(sorted(tensors))}, expected either {_join_names(_TRIPLE)} or {_join_names(_SPLIT)}, "
             f"and optionally {_join_names(_HEAD)}. Check the names and the prefix {prefix!r}."
@@ -233,6 +301,12 @@ def _forms_in(tensors: Mapping[str, object], prefix: str) -> list[tuple[str, ...
             f"{_join_names(missing)} missing beside {_join_names(sorted(tensors))}: a form is loaded whole."
         )
     return forms
+
+
+def _as_tensor(value: Any) -> Any:
+    """A number as a tensor; anything else as it is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return torch.tensor(float(value)) if is_number else value
 
 
 def _check_numbers(name: str, tensor: object) -> None:

@@ -33,6 +33,9 @@ def validate(
         Path | None,
         typer.Option(help="Write the values A computes as goldens to this directory.", show_default=False),
     ] = None,
+    goldens_form: Annotated[
+        str, typer.Option(help="Form of saved goldens: safetensors, or npy with one file for each array.")
+    ] = "safetensors",
     official: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +83,7 @@ def validate(
             oracle=oracle,
             goldens=goldens,
             save=save_goldens,
+            save_form=goldens_form,
             tokens=_read_tokens(tokens),
             length=length,
             seed=seed,
@@ -111,10 +115,16 @@ def validate(
     if official is not None:
         steps = _check_official(a, official)
         report["official"] = steps
-        wrong = [row for row in steps if not row["ok"]]
+        wrong = [row for row in steps if row["judged"] and not row["ok"]]
         ok = ok and not wrong
         if not json:
-            typer.echo(f"official vectors: {len(steps) - len(wrong)} of {len(steps)} steps hold")
+            judged = [row for row in steps if row["judged"]]
+            typer.echo(f"official vectors: {len(judged) - len(wrong)} of {len(judged)} steps hold")
+            for case in dict.fromkeys(row["case"] for row in steps):
+                of_case = [row for row in steps if row["case"] == case]
+                held = sum(row["ok"] for row in of_case)
+                note = "" if of_case[0]["judged"] else " (not judged: hosted API and released code differ)"
+                typer.echo(f"  {case}: {held} of {len(of_case)}{note}")
     if json:
         typer.echo(json_module.dumps({"ok": ok, **report}))
     if not ok:
@@ -151,4 +161,4 @@ def _check_official(a: str, path: Path) -> list[dict[str, Any]]:
     prompts = path.parent / "prompts"
     with load(a) as engine:
         steps = check_vectors(engine, cases, prompts if prompts.is_dir() else path.parent)
-    return [{**vars(row), "ok": row.ok} for row in steps]
+    return [{**vars(row), "ok": row.ok, "judged": row.judged} for row in steps]

@@ -1,4 +1,4 @@
-"""Seven known mistakes in ports of V4, each identified by reproducing it.
+"""Ten known mistakes in ports of V4, each identified by reproducing it.
 
 When two runs differ, each mistake is built into the model of one side, and the faulty run is compared with the other.
 The mistake that removes the difference is its explanation. Each has variants: a mixer can be transposed before or
@@ -44,6 +44,10 @@ TEXTS = {
     "nibble-order": "the two 4-bit codes of a byte, or the 32 of a block, are taken in another order",
     "readout-stream-0": "the head reads stream 0 instead of the sigmoid-weighted sum of all streams",
     "output-not-unrotated": "attention's output is not rotated back before the output projection",
+    "router-bias-zero": "the router's bias is zero or not added when experts are chosen (layers after the hash-routed "
+    "ones)",
+    "sink-zero": "the attention sink is zero or missing: every head adds exp(attn_sink) to the sum of its weights",
+    "shared-expert-missing": "the shared expert's output is not added to that of the routed ones",
 }
 
 
@@ -68,6 +72,10 @@ def faults() -> list[tuple[str, Fault]]:
         ),
         ("stream 0", Fault("readout-stream-0", weights=_first_stream)),
         ("left rotated", Fault("output-not-unrotated", kernels=_no_inverse_rotation)),
+        ("zero", Fault("router-bias-zero", weights=_filled(".ffn.gate.bias", 0.0))),
+        ("zero", Fault("sink-zero", weights=_filled(".attn.attn_sink", 0.0))),
+        ("missing", Fault("sink-zero", weights=_filled(".attn.attn_sink", -1e30))),
+        ("missing", Fault("shared-expert-missing", weights=_filled(".shared_experts.w2.weight", 0.0))),
     ]
 
 
@@ -197,6 +205,15 @@ def _blocks_as_bytes(width: int) -> torch.Tensor:
 
 def _bytes_as_blocks(width: int) -> torch.Tensor:
     return torch.arange(width).view(-1, 16, 2).transpose(1, 2).flatten()
+
+
+def _filled(ending: str, value: float) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
+    """Set every weight whose name has this ending to one value."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        return torch.full_like(tensor, value) if name.endswith(ending) else None
+
+    return change
 
 
 def _first_stream(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """`validate(a, b)`: check a checkpoint, build or port, and locate and explain a difference.
 
 A is compared with a reference: another checkpoint, the `transformers` oracle over the same weights, or goldens. Each
-runs one forward pass over the same tokens; every site and the logits are compared. Outside the gate, the seven known
+runs one forward pass over the same tokens; every site and the logits are compared. Outside the gate, the known
 mistakes are tried on a side that can be run. Look first at the first diverging site, then at the explanation.
 """
 
@@ -35,6 +35,7 @@ def validate(
     oracle: str | None = None,
     goldens: str | Path | None = None,
     save: str | Path | None = None,
+    save_form: str = "safetensors",
     tokens: Sequence[int] | None = None,
     length: int = LENGTH,
     seed: int = 0,
@@ -60,7 +61,7 @@ def validate(
     model = build(first, dtype, numerics, device)
     ours = run_model(model, ids, str(a))
     if save is not None:
-        save_goldens(ours, save)
+        save_goldens(ours, save, save_form)
         if not others:
             return None
     against = against_dtype or dtype

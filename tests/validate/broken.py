@@ -73,6 +73,18 @@ def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
                 for stack in (block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj):
                     even, odd = stack[..., 0::2].clone(), stack[..., 1::2].clone()
                     stack[..., 0::2], stack[..., 1::2] = odd, even
+    if name == "router-bias-zero":
+        with torch.no_grad():
+            for block in model.model.layers:
+                if getattr(block.mlp.gate, "e_score_correction_bias", None) is not None:
+                    block.mlp.gate.e_score_correction_bias.zero_()
+    if name == "sink-zero":
+        with torch.no_grad():
+            for block in model.model.layers:
+                block.self_attn.sinks.zero_()
+    if name == "shared-expert-missing":
+        for block in model.model.layers:
+            block.mlp.shared_experts.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
     rotation = {"rope-half-split": half_split, "output-not-unrotated": NeverBack()}.get(name)
     if rotation is None:
         return run_oracle_model(model, tokens)

@@ -1,8 +1,12 @@
 """Official vectors: the grammar, and checking a model against them."""
 
+import json
+
 import pytest
+from typer.testing import CliRunner
 
 import birkhoff
+from birkhoff.cli.verbs import app
 from birkhoff.errors import DataError
 from birkhoff.validate.greedy import PROMPTS, compare_greedy
 from birkhoff.validate.official import ReferenceStep, check_vectors, read_vectors
@@ -113,3 +117,44 @@ def test_two_builds_answer_alike(nano, tmp_path):
         for answer in compare_greedy(build, nano, max_tokens=24):
             print(answer)
             assert answer.ok or answer.gap < 0.5
+
+
+def public_file(folder, nano, cases) -> None:
+    """A file in the form that is published with ds4: prompt paths from the root of its tree, 20 candidates a step, and
+    the end of an answer as a token."""
+    lines = ["# ds4-official-logprob-vectors-v1", "# case <id> <ctx> <steps> <prompt-file>", ""]
+    (folder / "prompts").mkdir(parents=True)
+    for name, (prompt, edit) in cases.items():
+        (folder / f"prompts/{name}.txt").write_text(prompt)
+        ids = nano.encode_chat([{"role": "user", "content": prompt}])
+        said = list(nano.generate(ids, max_tokens=150, temperature=0).token_ids)
+        lines.append(f"case {name} 16384 {len(said)} tests/test-vectors/prompts/{name}.txt")
+        logits = nano.logits([*ids, *said[:-1]])[-len(said) :].double().log_softmax(-1)
+        for i, token in enumerate(said):
+            bytes_of = lambda t: (nano.tokenizer.marker(t) or "").encode() or nano.tokenizer.piece(t)  # noqa: E731
+            lines.append(f"step {i} {edit(i, bytes_of(token)).hex()} 20")
+            best = logits[i].topk(20)
+            lines += [
+                f"top {bytes_of(int(t)).hex()} {float(v):.9g}" for v, t in zip(best.values, best.indices)
+            ]
+        lines += ["end", ""]
+    (folder / "official.vec").write_text("\n".join(lines))
+
+
+def test_the_public_form_is_replayed_by_the_command(nano, tmp_path):
+    keep = lambda i, token: token  # noqa: E731
+    wrong = lambda i, token: b" the" if i == 2 else token  # noqa: E731
+    good = {"short": ("Hi.", keep), "long_memory_archive": ("Tell me a story.", wrong)}
+    public_file(tmp_path / "good", nano, good)
+    text = (tmp_path / "good/official.vec").read_text()
+    assert "<｜end▁of▁sentence｜>".encode().hex() in text
+    run = CliRunner().invoke(app, ["validate", "nano", "--official", str(tmp_path / "good/official.vec")])
+    assert run.exit_code == 0, run.output
+    assert "short: " in run.output and "not judged" in run.output
+    public_file(tmp_path / "bad", nano, {"short": ("Tell me a story.", wrong)})
+    run = CliRunner().invoke(
+        app, ["validate", "nano", "--official", str(tmp_path / "bad/official.vec"), "--json"]
+    )
+    report = json.loads(run.stdout)
+    assert run.exit_code == 1 and not report["ok"]
+    assert next(row["step"] for row in report["official"] if not row["ok"]) == 2

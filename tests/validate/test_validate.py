@@ -1,8 +1,9 @@
-"""The validator accepts correct checkpoints and identifies seven broken ports and broken files."""
+"""The validator accepts correct checkpoints and identifies ten broken ports and broken files."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -135,6 +136,40 @@ def test_goldens_come_back_and_can_be_made_with_numpy_alone(tiny, tmp_path):
         save_goldens(run, tmp_path / "made")
     with pytest.raises(OptionError, match="bring their own tokens"):
         validate(tiny, goldens=tmp_path / "plain", tokens=[1])
+
+
+def test_goldens_as_npy_files_are_written_and_read_in_both_namings(tiny, tmp_path):
+    made = tmp_path / "npy"
+    arguments = [
+        "validate",
+        str(tiny),
+        "--save-goldens",
+        str(made),
+        "--goldens-form",
+        "npy",
+        "--length",
+        "40",
+    ]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    names = {file.name for file in made.glob("*.npy")}
+    assert {"tokens.npy", "logits.npy", "mlp_out.3.npy", "mhc_streams_pre_attn.0.npy"} <= names
+    assert not list(made.glob("*.safetensors")) and np.load(made / "logits.npy").shape == (40, 512)
+    result = validate(tiny, goldens=made)
+    assert result.ok and result.logits.rel_rmse == 0 and len(result.sites) > 60
+    port = tmp_path / "port"  # another harness: layer first, a batch of one, half precision, no JSON
+    port.mkdir()
+    np.save(port / "input_ids.npy", np.load(made / "tokens.npy")[None])
+    for name in ("3_mlp_out", "layer_2_mlp_out", "layers.1.post_attn", "blk.4.mhc_streams_pre_attn"):
+        layer, hook = re.fullmatch(r"\D*(\d+)[_.](\w+)", name).groups()
+        np.save(port / f"{name}.npy", np.load(made / f"{hook}.{layer}.npy")[None])
+    np.save(port / "logits.npy", np.load(made / "logits.npy")[None].astype(np.float32))
+    result = validate(tiny, goldens=port)
+    assert result.ok and len(result.sites) == 4
+    np.save(port / "mlp_out.3.npy", np.load(made / "mlp_out.3.npy"))
+    with pytest.raises(DataError, match="mlp_out of layer 3 twice"):
+        read_goldens(port)
+    with pytest.raises(OptionError, match="goldens form"):
+        save_goldens(read_goldens(made), tmp_path / "x", "pickle")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-page check bench clean
+.PHONY: help demo serve test test-all test-page check bench fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test      run style and type checks, then the test suite"
 	@echo "make test-all  run the test suite at full size"
 	@echo "make test-page run the web page tests in Chromium"
+	@echo "make fuzz      attack bodies, connections and files for SECONDS (60)"
 	@echo "make check     run the linter, the formatter's check and mypy"
 	@echo "make bench     measure speed on this machine beside transformers"
 	@echo "make serve     start the HTTP server with the embedded model"
@@ -51,6 +52,12 @@ test-all: check
 # `make test` skips the page tests when Chromium is missing; this target fails instead.
 test-page: $(TESTS)
 	BIRKHOFF_PAGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/page
+
+# Findings are shrunk and kept in tests/fuzz/cases. A failed run is repeated with make fuzz SEED=N.
+SECONDS ?= 60
+SEED ?= $(shell date +%s)
+fuzz: $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
 
 check: $(TESTS)
 	$(BIN)/ruff check birkhoff tests training examples

@@ -49,12 +49,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
+
+MAX_MESSAGE = 4000
 
 
 def quoted(value: object, limit: int = 80) -> str:
     """Return the repr of a caller's value for a message, truncated to `limit` characters."""
-    if isinstance(value, (str, bytes)):
-        value = value[: limit + 1]  # avoid the repr of a whole prompt
+    value = _beginning(value, limit, 4)
     try:
         text = repr(value)
     except ValueError:  # Python does not format integers of more than 4300 digits
@@ -68,10 +70,30 @@ def did_you_mean(value: object, names: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def _beginning(value: object, limit: int, depth: int) -> object:
+    """The part of a value that its first `limit` characters show: the repr of a whole prompt would take long."""
+    if isinstance(value, (str, bytes)):
+        return value[: limit + 1]
+    if type(value) not in (list, tuple, dict) or depth == 0:
+        return value
+    if isinstance(value, dict):
+        return {key: _beginning(each, limit, depth - 1) for key, each in islice(value.items(), limit)}
+    parts = [_beginning(each, limit, depth - 1) for each in value[:limit]]  # type: ignore[index]
+    return parts if isinstance(value, list) else tuple(parts)
+
+
 class BirkhoffError(Exception):
-    """Base class of all Birkhoff errors."""
+    """Base class of all Birkhoff errors. Messages may show what a file or a caller said, so they are cut."""
 
     code = "error"
+
+    def __init__(self, *arguments: object):
+        super().__init__(
+            *(
+                each[: MAX_MESSAGE - 1] + "…" if isinstance(each, str) and len(each) > MAX_MESSAGE else each
+                for each in arguments
+            )
+        )
 
 
 class ConfigError(BirkhoffError):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,9 @@ def _safetensors(path: Path) -> SteeringVector | dict[str, torch.Tensor]:
 def _torch_file(path: Path) -> dict[Any, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (
+        Exception
+    ) as error:  # whatever a damaged file provokes: UnpicklingError, RuntimeError, IndexError, ...
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise VectorFileError(
             f"{path} holds more than plain tensors, or is no such file ({first}). Save a dictionary of tensors."

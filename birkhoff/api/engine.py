@@ -47,7 +47,7 @@ from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat_format import ChatFormat
 from birkhoff.text.output_stream import ChatStream, TextStream
-from birkhoff.text.prompts import Prompt, check_ids, is_single, room_for
+from birkhoff.text.prompts import Prompt, check_ids, check_length, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
 
 
@@ -626,6 +626,7 @@ class Engine:
             if not prompt:
                 raise PromptError("the prompt is empty. Pass some text or a list of token ids.")
             bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
+            check_length(len(prompt), self.tokenizer, self.config.max_position_embeddings)
             return bos + self.tokenizer.encode(prompt)
         return check_ids(prompt, self.config)
 

@@ -111,7 +111,7 @@ def load(
     _warm_up(core)
     _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
-    chat = None if tokenizer is None else V4Chat(tokenizer, texts)
+    chat = None if tokenizer is None else V4Chat(tokenizer, texts, checkpoint.config.max_position_embeddings)
     engine = _make_engine(core, tokenizer, chat, model, chosen)
     for name, vector in shipped_vectors(model).items():
         engine.modules[name] = vector

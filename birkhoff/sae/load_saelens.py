@@ -206,7 +206,8 @@ def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
     options = _object(config.get("activation_fn_kwargs"))
     if architecture == "standard" and activation == "topk":
         architecture = "topk"
-    if architecture not in _ARCHITECTURES or activation not in ("relu", "topk"):
+    known = isinstance(architecture, str) and architecture in _ARCHITECTURES
+    if not known or activation not in ("relu", "topk"):
         raise SaeFileError(
             f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(activation)} "
             f"is not one we read; we read {', '.join(_ARCHITECTURES)}. A dictionary trained with another can often "

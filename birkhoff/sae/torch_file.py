@@ -48,7 +48,7 @@ def _check_archive(path: Path) -> None:
         check_regular(path)
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
         raise SaeFileError(
             f"{path} is not an archive that torch.save writes ({error}). Files of the old form are pickles and nothing "
             "else: save them again with a current torch."

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
 Result = TypeVar("Result")
-OFFLOAD_BODY_BYTES = 32 * 1024  # larger bodies are tokenized in a worker thread
+OFFLOAD_BODY_BYTES = 16 * 1024  # larger bodies are tokenized in a worker thread
 OFFLOAD_PROMPT_TOKENS = 4096  # longer prompts are turned into requests in a worker thread
 
 
@@ -116,10 +116,8 @@ class ServingContext:
 
     async def build(self, http: HttpRequest, body: RequestBody, work: Callable[[], Result]) -> Result:
         """Run `work`, which tokenizes `body`, in a worker thread if the text is long or a grammar is compiled."""
-        length = http.headers.get("content-length", "")
         grammar = getattr(body, "tools", None) or getattr(body, "response_format", None)
-        is_long = not length.isdecimal() or int(length) > OFFLOAD_BODY_BYTES
-        return await self.offload(work, heavy=is_long or bool(grammar))
+        return await self.offload(work, heavy=_is_long(http) or bool(grammar))
 
     def interp_arguments(self, body: InterpFields) -> dict[str, Any]:
         """The extension fields of `body` as keyword arguments of a `GenerationCall`."""
@@ -148,7 +146,7 @@ class ServingContext:
         prompt_tokens = sum(len(generation.prompt) for generation in generations)
         requests = await self.offload(
             lambda: [request for generation in generations for request in generation.requests(self.engine)],
-            heavy=prompt_tokens > OFFLOAD_PROMPT_TOKENS,
+            heavy=prompt_tokens > OFFLOAD_PROMPT_TOKENS or _is_long(http),
         )
         call = self.async_engine.new_call(
             requests,
@@ -179,3 +177,9 @@ class ServingContext:
         if api_error.status >= 500:
             self.access_log.log_exception(call_id, error)
         return api_error
+
+
+def _is_long(http: HttpRequest) -> bool:
+    """Whether the body is so long, or of unknown length, that work on it belongs into a worker thread."""
+    length = http.headers.get("content-length", "")
+    return not length.isdecimal() or int(length) > OFFLOAD_BODY_BYTES

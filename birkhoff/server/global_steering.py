@@ -63,6 +63,9 @@ class GlobalSteeringBody(SteeringFields, TierFields, TargetBody):
     replace: bool | None = None
 
 
+MAX_GLOBAL_EDITS = 1024
+
+
 class GlobalSteering:
     """The edits of the global tier, in both spellings."""
 
@@ -135,6 +138,12 @@ class GlobalSteering:
         """Enter the new tier before leaving the old one, so that no request starts without either."""
         tiers = tiers or SteeringTiers()
         edits = [*own, *(wired.edit for wired in tiers.edits())]
+        if len(edits) > MAX_GLOBAL_EDITS:
+            raise bad_request(
+                f"the global tier would have {len(edits)} edits, at most {MAX_GLOBAL_EDITS} are kept. Clear it, or "
+                "replace them.",
+                "interventions",
+            )
         with self._lock:
             context = engine.steering(*edits) if edits else None
             if context is not None:

@@ -82,13 +82,7 @@ class InterpRoutes:
         body, _ = await self._context.read_body(http, EstimateBody)
         if body.capture is None:
             raise bad_request("capture: say what would be captured, as in a request.", "capture")
-        ids = self.token_ids(body, 2**31)
-        estimates = {
-            consumer: estimate.to_json()
-            for consumer, estimate in self._context.engine.estimate(
-                body.capture, ids, body.max_tokens
-            ).items()
-        }
+        estimates = await self._context.build(http, body, lambda: self._estimates(body))
         lowest = [
             estimate["lowest_prompt_position"]
             for estimate in estimates.values()
@@ -103,6 +97,12 @@ class InterpRoutes:
                 "limit": self._context.settings.capture_max_request_bytes,
             }
         )
+
+    def _estimates(self, body: EstimateBody) -> dict[str, Any]:
+        assert body.capture is not None
+        ids = self.token_ids(body, 2**31)
+        estimates = self._context.engine.estimate(body.capture, ids, body.max_tokens)
+        return {consumer: estimate.to_json() for consumer, estimate in estimates.items()}
 
     async def lens(self, http: HttpRequest) -> Response:
         body, _ = await self._context.read_body(http, LensBody)

@@ -51,12 +51,6 @@ def check_schema(schema: Any, param: str) -> None:
     while pending:
         node, path = pending.pop()
         nodes += 1
-        if nodes > MAX_SCHEMA_NODES:
-            raise bad_request(
-                f"{param}: the schema has more than {MAX_SCHEMA_NODES} parts. Send a smaller one.",
-                param,
-                "schema-too-large",
-            )
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
@@ -64,6 +58,12 @@ def check_schema(schema: Any, param: str) -> None:
         for keyword, value in node.items():
             if value is not None:
                 nodes += _check_keyword(keyword, value, f"{path}.{keyword[:64]}", pending)
+        if nodes + len(pending) > MAX_SCHEMA_NODES:
+            raise bad_request(
+                f"{param}: the schema has more than {MAX_SCHEMA_NODES} parts. Send a smaller one.",
+                param,
+                "schema-too-large",
+            )
 
 
 def _check_keyword(keyword: str, value: Any, path: str, pending: list[tuple[Any, str]]) -> int:

@@ -104,8 +104,14 @@ class SaeRoutes:
         if (body.hook is None) != (body.layer is None):
             raise bad_request("hook and layer name a site together. Give both or neither.", "hook")
         site = None if body.hook is None or body.layer is None else (body.hook, body.layer)
-        ids = self._interp.token_ids(body, self._context.settings.lens_max_tokens)
-        steer = request_edits(body.steering_fields, self._context.engine)
+        ids, steer = await self._context.build(
+            http,
+            body,
+            lambda: (
+                self._interp.token_ids(body, self._context.settings.lens_max_tokens),
+                request_edits(body.steering_fields, self._context.engine),
+            ),
+        )
         rows = await self._interp.run_exclusive(
             http, lambda: self._context.engine.features(ids, body.sae, body.k, site, steer)
         )

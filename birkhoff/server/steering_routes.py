@@ -39,6 +39,10 @@ def request_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
     return engine.request_edits_from_json(fields) if fields else None
 
 
+MAX_MODULES = 256
+MAX_SAES = 64
+
+
 class ModuleBody(TierFields, SaeFields):
     """A module to register: one `vector`, tiers of any hooks, layers, phases and scales, or an SAE.
 
@@ -81,7 +85,7 @@ class SteeringRoutes:
         body, _ = await self._context.read_body(
             http, GlobalSteeringBody, self._context.settings.max_upload_bytes
         )
-        reply = self._global.set(body, self._context.engine)
+        reply = await self._context.build(http, body, lambda: self._global.set(body, self._context.engine))
         return json_response({**reply, **self._global.status(self._context.engine)})
 
     async def clear(self, http: HttpRequest) -> Response:
@@ -116,7 +120,15 @@ class SteeringRoutes:
                 param="name",
                 headers={"x-should-retry": "false"},
             )
-        engine.modules[body.name] = _parse_module(body, engine)
+        if body.name not in engine.modules and len(engine.modules) >= MAX_MODULES:
+            raise bad_request(
+                f"{MAX_MODULES} modules are registered, and no more are kept. Unregister one first.", "name"
+            )
+
+        def parse_and_register() -> None:
+            engine.modules[body.name] = _parse_module(body, engine)
+
+        await self._context.build(http, body, parse_and_register)
         reply = _module_json(body.name, engine.modules[body.name], engine)
         spelling = "tiers" if body.tiers else "vector"
         return json_response(
@@ -130,6 +142,10 @@ class SteeringRoutes:
             raise bad_request(f"{given} is for the kind additive.", given)
         if body.name in engine.modules:
             raise ApiError(409, "a vector has this name.", code="module-taken", param="name")
+        if body.name not in engine.saes.registry and len(list(engine.saes.registry)) >= MAX_SAES:
+            raise bad_request(
+                f"{MAX_SAES} SAEs are attached, and no more are kept. Detach one first.", "name"
+            )
         saes, features = read_saes(body, self._context.settings.sae_root)
         replace = body.name in engine.saes.registry and body.replace is not False
         engine.attach(body.name, saes, MODULE_KINDS[body.kind], features, replace)

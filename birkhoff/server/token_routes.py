@@ -65,10 +65,14 @@ class TokenRoutes:
             if token > last:
                 where = f"tokens[{index}]"
                 raise bad_request(f"{where} is {token}, this model has ids 0..{last}.", where)
-        fields: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
-        if body.return_token_strs:
-            fields["token_strs"] = self._token_strs(body.tokens)
-        return json_response(fields)
+
+        def decode() -> dict[str, Any]:
+            fields: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
+            if body.return_token_strs:
+                fields["token_strs"] = self._token_strs(body.tokens)
+            return fields
+
+        return json_response(await self._context.build(http, body, decode))
 
     async def template(self, http: HttpRequest) -> Response:
         body, _ = await self._context.read_body(http, TemplateBody)

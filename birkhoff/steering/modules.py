@@ -50,6 +50,12 @@ class NamedVectors(MutableMapping[str, Module]):
         module = vector if isinstance(vector, Module) else Vector(vector, name)
         if isinstance(module, SteeringVector):
             self._check(name, module)
+        elif isinstance(module, Vector):
+            widths = {row.width for row in self._schema.values() if row.steerable}
+            widths |= {row.logical_shape[-1] for row in self._schema.values() if row.steerable}
+            if len(module) not in widths:
+                shown = ", ".join(map(str, sorted(widths)))
+                raise SteeringError(f"{name} has {len(module)} numbers, rows of this model have {shown}.")
         elif isinstance(module, SteeringModule):
             for part in module.parts:
                 part.resolve(self._schema, self._num_layers, {}, 1, 2)

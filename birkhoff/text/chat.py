@@ -20,6 +20,7 @@ from birkhoff.option_checks import check_bool
 from birkhoff.text.markers import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, TASKS, THINK, USER
 from birkhoff.text.messages import PromptToolCall, Turn, read_conversation
 from birkhoff.text.prompt_texts import PromptTexts
+from birkhoff.text.prompts import check_length
 from birkhoff.text.segments import Marker, Segment, TextSegment, encode_segments, join_texts, split_markers
 from birkhoff.text.tokenizer import Tokenizer
 
@@ -34,8 +35,11 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     drop_thinking: bool = True,
     response_format: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Return the prompt token ids of a conversation, ready for an answer."""
+    """Return the prompt token ids of a conversation, ready for an answer.
+
+    A conversation that must have more than `max_tokens` is refused before it is encoded."""
     segments = render(
         messages,
         texts,
@@ -45,6 +49,8 @@ def encode_chat(
         drop_thinking=drop_thinking,
         response_format=response_format,
     )
+    if max_tokens is not None:
+        check_length(sum(len(segment.string) for segment in segments), tokenizer, max_tokens)
     return encode_segments(segments, tokenizer)
 
 

@@ -32,11 +32,12 @@ class ChatFormat(Protocol):
 
 
 class V4Chat:
-    """The chat format of DeepSeek-V4."""
+    """The chat format of DeepSeek-V4. A conversation that must have more than `max_tokens` is refused early."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: PromptTexts):
+    def __init__(self, tokenizer: Tokenizer, texts: PromptTexts, max_tokens: int | None = None):
         self._tokenizer = tokenizer
         self._texts = texts
+        self._max_tokens = max_tokens
 
     def encode(
         self,
@@ -55,6 +56,7 @@ class V4Chat:
             effort=effort,
             tools=tools,
             response_format=response_format,
+            max_tokens=self._max_tokens,
         )
 
     def stream(self, stops: Sequence[str] = (), *, thinking: bool = False, min_tokens: int = 0) -> ChatStream:

@@ -11,6 +11,7 @@ import torch
 from birkhoff.config import ModelConfig
 from birkhoff.errors import ContextError, PromptError, TokenError, quoted
 from birkhoff.option_checks import as_int
+from birkhoff.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -50,6 +51,16 @@ def check_ids(token_ids: Sequence[int], config: ModelConfig) -> list[int]:
             f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts."
         )
     return [int(token) for token in ids]
+
+
+def check_length(characters: int, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """Raise `ContextError` for a text that cannot have at most `max_tokens` tokens, whatever it says."""
+    least = tokenizer.least_tokens(characters)
+    if least > max_tokens:
+        raise ContextError(
+            f"the text has {characters} characters, at least {least} tokens; the model's limit is {max_tokens}. "
+            "Shorten the text or cut it in parts."
+        )
 
 
 def room_for(ids: Sequence[int], max_context: int) -> int:

@@ -25,6 +25,7 @@ from birkhoff.option_checks import as_int
 from birkhoff.small_file import TOKENIZER_BYTES, read_bytes
 from birkhoff.text.bytes import byte_alphabet
 
+MAX_VOCAB = 1 << 24
 UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks
 
 
@@ -40,6 +41,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(t["id"] for t in raw["added_tokens"] if t.get("special"))
         self._plain = self._plain_encoder(raw)
         self._pieces = self._piece_table(raw["model"]["vocab"], vocab_size)
+        self._longest_piece = max(map(len, self._pieces))
         self._marker_of = {token_id: string for string, token_id in self._added.items()}
 
     @classmethod
@@ -78,6 +80,10 @@ class Tokenizer:
         """Return the ids of a plain text. Markers spelled in it stay text."""
         check_text(text)
         return self._plain.encode(text, add_special_tokens=False).ids
+
+    def least_tokens(self, characters: int) -> int:
+        """The fewest tokens that a text of this many characters can have. Known without encoding it."""
+        return -(-characters // self._longest_piece)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Return the text of `ids` with markers spelled out; `skip_special` drops special ones (BOS, EOS)."""
@@ -178,6 +184,10 @@ class Tokenizer:
 
     def _piece_table(self, vocab: dict[str, int], vocab_size: int | None) -> list[bytes]:
         size = 1 + max(max(vocab.values()), max(self._added.values(), default=0))
+        if size > MAX_VOCAB:
+            raise CheckpointError(
+                f"{self.name} has ids up to {size - 1}, more than the {MAX_VOCAB} allowed. Download it again."
+            )
         if vocab_size is not None:
             if size > vocab_size:
                 raise CheckpointError(

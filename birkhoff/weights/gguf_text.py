@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from birkhoff.errors import CheckpointError
+from birkhoff.json_limits import parse_json
+from birkhoff.small_file import TOKENIZER_BYTES
 from birkhoff.weights.gguf_keys import STRING, U32, MetadataEntry
 
 TOKENIZER_JSON = "tokenizer.huggingface.json"
@@ -93,17 +95,22 @@ def tokenizer_metadata(
     if text is None:
         notices.append("the checkpoint has no tokenizer.json; the file will work with token ids only.")
         return [MetadataEntry("tokenizer.ggml.model", STRING, "no_vocab")]
-    raw = json.loads(text)
-    model = raw["model"]
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    for token, i in model["vocab"].items():
-        tokens[i], types[i] = token, NORMAL
-    for entry in raw.get("added_tokens", []):
-        tokens[entry["id"]] = entry["content"]
-        types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    pre = _pre_name(raw)
+    try:
+        raw = parse_json(text.encode(), TOKENIZER_BYTES)
+        model = raw["model"]
+        for token, i in model["vocab"].items():
+            tokens[i], types[i] = token, NORMAL
+        for entry in raw.get("added_tokens", []):
+            tokens[entry["id"]] = entry["content"]
+            types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        pre = _pre_name(raw)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"tokenizer.json does not fit a model of {vocab_size} tokens ({error!r}). Take the one of this checkpoint."
+        ) from None
     if pre is None:
         notices.append(
             "tokenizer.json splits text by rules that have no name in GGUF; other programs may tokenise differently."

@@ -107,6 +107,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """The findings that `python -m tests.fuzz` wrote, by file name."""
-    return {path.stem: json.loads(path.read_bytes()) for path in sorted(FOLDER.glob("*.json"))}
+def stored(pattern: str) -> dict[str, dict[str, Any]]:
+    """The findings that `python -m tests.fuzz` wrote, by file name: bodies by route, files and connections."""
+    return {path.stem: json.loads(path.read_bytes()) for path in sorted(FOLDER.glob(f"{pattern}.json"))}

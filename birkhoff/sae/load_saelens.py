@@ -222,7 +222,7 @@ def _normalization(config: dict[str, Any], path: Path, input_scale: float | None
     mode = config.get("normalize_activations", "none")
     if mode in ("none", False, None):
         return "none", None
-    if mode in _NORMS:
+    if isinstance(mode, str) and mode in _NORMS:
         return _NORMS[mode], None
     if mode not in ("expected_average_only_in", True):
         raise SaeFileError(

@@ -72,7 +72,8 @@ def parse_manifest(
             f"{where}: kind is {quoted(manifest['kind'])}, expected one of {', '.join(MODULE_KINDS)}."
         )
     layers = manifest["layers"]
-    options = dict(manifest.get("activation_params") or {})
+    given = manifest.get("activation_params") or {}
+    options = dict(given) if isinstance(given, Mapping) else {"": given}  # refused below
     if not isinstance(layers, (list, tuple)) or not layers or not all(_is_site(site) for site in layers):
         raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
     if not set(options) <= {"k", "rectified", "threshold"}:

@@ -33,11 +33,13 @@ def random_on_device(
     distinct: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kernels: Choice = "reference",
+    mtp: bool = False,
 ) -> Transformer:
-    """A packed model with random weights; `distinct` layers have their own expert weights."""
+    """A packed model with random weights; `distinct` layers have their own expert weights. `mtp` includes the MTP
+    block."""
     torch.manual_seed(seed)
     with torch.device("meta"):
-        model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
+        model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=mtp).eval()
     stacks: list[dict[str, torch.Tensor]] = []
     expert_modules = [module for module in model.modules() if isinstance(module, Experts)]
     for index, experts in enumerate(expert_modules):

@@ -99,13 +99,35 @@ def decode(
             show_default=False,
         ),
     ] = None,
+    speculate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            help="Decode with MTP drafts of which this share is accepted, next to plain decoding; 0 to 1.",
+            show_default=False,
+        ),
+    ] = None,
+    depth: Annotated[int, typer.Option(help="Draft tokens per step with --speculate, 1 to 3.")] = 1,
+    steps: Annotated[int, typer.Option(help="Tokens generated per request with --speculate.")] = 256,
 ) -> None:
     """Decoding at full V4-Flash width on a GPU with random weights: checked, timed, profiled; JSON lines."""
     tokens = parse_token_count(context)
+    if speculate is not None and not 0 <= speculate <= 1:
+        raise OptionError(f"--speculate is {speculate:g}, expected an acceptance rate of 0 to 1.")
+    if depth not in (1, 2, 3):
+        raise OptionError(f"--depth is {depth}, expected 1, 2 or 3.")
+    if speculate is not None and placement:
+        raise OptionError("--speculate and --placement were both given. Use one of them at a time.")
     _require_cuda()
     from birkhoff.bench.decode import bench_decode
     from birkhoff.bench.placement import bench_placement
+    from birkhoff.bench.speculation import bench_speculation
 
+    if speculate is not None:
+        _print_checked(
+            bench_speculation(batch or (1, 4, 8), tokens, layers, distinct, speculate, depth, steps)
+        )
+        return
     if placement:
         rows = bench_placement(placement, batch or (1, 8), tokens, layers, min(distinct, 24))
     else:

@@ -99,6 +99,7 @@ class Decoder:
                 mtp_weights(model.mtp) if model.mtp is not None and state.mtp is not None else None
             )
             self.head = model.head.packed_weight()
+        self.drafts = 0 if self.mtp is None else state.lookback  # rows of a slot after its first one
         device = state.device
         sliding, compressed = model.rope.sliding, model.rope.compressed
         self._omega = torch.stack([sliding, compressed, compressed, compressed]).to(device)
@@ -282,7 +283,7 @@ class Decoder:
             sin,
             c.rms_norm_eps,
             pdl,
-            0 if self.state.mtp is None else self.state.lookback,  # rows of draft tokens
+            self.drafts,
         )
         indexed = w.ratio == 4 and buffers.max_entries > 0
         kernels.gemv(

@@ -1,9 +1,10 @@
 """Decode steps replayed as CUDA graphs, one per number of rows and context length, recorded when first needed.
 
-Row counts are rounded up to a few sizes; padding rows use a scratch slot that belongs to no request, at position 0,
-where they complete no compressed entry and their output is not read. Context lengths are rounded up as well, because
-they determine the buffer sizes of attention and indexers. Between replays the host writes token ids, positions and
-slots, and reads nothing but the logits.
+A row is a token: the next one of a sequence, or a draft token after it in the following row. Row counts are rounded up
+to a few sizes; padding rows use a scratch slot that belongs to no request, at position 0, where they complete no
+compressed entry and their output is not read. Context lengths are rounded up as well, because they determine the buffer
+sizes of attention and indexers. Between replays the host writes token ids, positions and slots, and reads nothing but
+the logits.
 
 A step with captures or edits has its own graphs, one per pattern of operations and sites (`hooks/graph_tap.py`). The
 first step of a pattern is launched kernel by kernel and the second is recorded, so that a pattern that occurs once
@@ -22,7 +23,7 @@ import torch
 
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.host_copier import HostCopier
+from birkhoff.engine.host_copier import HostCopier, JoinedRows
 from birkhoff.hooks.batch_tap import BatchTap, CaptureLayout
 from birkhoff.hooks.capture_buffer import RowCopyPlan
 from birkhoff.hooks.graph_tap import GraphPlan, GraphTap, Pattern, Scratch, plan_graph
@@ -32,6 +33,12 @@ from birkhoff.hooks.step_edits import StepEdits
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (2048, 8192, 32768, 131072, 1 << 30)
 MAX_PATTERNS = 32  # least recently used evicted first
+
+
+def row_sizes(drafts: int) -> tuple[int, ...]:
+    """The row counts that steps are rounded up to, if sequences have up to `drafts` draft tokens: with two of them, a
+    power of two of sequences is no power of two of rows."""
+    return tuple(sorted({*ROWS, *(rows * (1 + drafts) for rows in ROWS if rows * (1 + drafts) <= ROWS[-1])}))
 
 
 @dataclass(eq=False)
@@ -44,12 +51,12 @@ class TappedGraph:
     last_copy: tuple[CaptureLayout, RowCopyPlan] | None = None
 
     def copy_plan(self, layout: CaptureLayout) -> RowCopyPlan:
-        """Where the rows of a layout go on the host; the last plan is reused for the same layout."""
+        """Where the rows of a layout go on the host, row by row; the last plan is reused for the same layout."""
         if self.last_copy is None or self.last_copy[0] is not layout:
             assert self.tap.buffer is not None, "no step has run"
-            assert all(len(rows) == 1 for rows in layout.rows), "a decode step has one token per request"
             sites = [[(site.key, site.after) for site, _ in own] for own in layout.sites_of]
-            plan = RowCopyPlan(self.tap.buffer, [(rows[0], own) for rows, own in zip(layout.rows, sites)])
+            single_rows = [(row, own) for rows, own in zip(layout.rows, sites) for row in rows]
+            plan = RowCopyPlan(self.tap.buffer, single_rows)
             self.last_copy = layout, plan
         return self.last_copy[1]
 
@@ -74,6 +81,7 @@ class CudaGraphs:
         self.max_context = max_context
         self.max_patterns = max_patterns
         self.widths = site_widths(decoder)
+        self.row_sizes = row_sizes(decoder.drafts)
         self._plain: dict[tuple[int, int], tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]] = {}
         self._tapped: OrderedDict[tuple[int, int, Pattern], TappedGraph] = OrderedDict()
         self._copier = HostCopier()
@@ -105,12 +113,30 @@ class CudaGraphs:
         tap: BatchTap | None = None,
         plan: GraphPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode one token per sequence; ids may be a tensor [n] on the device.
+        """Compute n tokens; several of one slot are adjacent and consecutive. Ids may be a tensor [n] on the device.
 
         Returns logits [n, vocab] float32 and the streams [n, m, d] after the last layer. With a `tap` and its `plan`,
         edits are applied and captures filled."""
         count = len(token_ids)
         buffers, graph = self._find_plain(count, max(positions) + 1)
+        self.write_inputs(buffers, token_ids, positions, slots)
+        if tap is not None and plan is not None:
+            self._tapped_step(buffers, tap, plan)
+        elif graph is None:
+            self.decoder.step(buffers)
+        else:
+            graph.replay()
+        return buffers.logits[:count].clone(), buffers.streams[:count].clone()
+
+    def write_inputs(
+        self,
+        buffers: DecodeBuffers,
+        token_ids: Sequence[int] | torch.Tensor,
+        positions: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
+        """Write the inputs of a step; rows that are left over use the scratch slot."""
+        count = len(slots)
         padding = buffers.inputs.shape[1] - count
         on_device = isinstance(token_ids, torch.Tensor)
         inputs = torch.tensor(
@@ -125,16 +151,13 @@ class CudaGraphs:
         buffers.inputs.copy_(inputs, non_blocking=True)
         if isinstance(token_ids, torch.Tensor):
             buffers.inputs[0, :count].copy_(token_ids)
-        if tap is not None and plan is not None:
-            self._tapped_step(buffers, tap, plan)
-        elif graph is None:
-            self.decoder.step(buffers)
-        else:
-            graph.replay()
-        return buffers.logits[:count].clone(), buffers.streams[:count].clone()
+
+    def round_up(self, count: int) -> int:
+        """The row count of the steps that compute `count` tokens."""
+        return next(size for size in self.row_sizes if count <= size)
 
     def _find_plain(self, count: int, length: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
-        rows = next(size for size in ROWS if count <= size)
+        rows = self.round_up(count)
         context = min(next(size for size in CONTEXTS if length <= size), self.max_context)
         if (rows, context) not in self._plain:
             self._plain[rows, context] = self._record_plain(rows, context)
@@ -142,15 +165,19 @@ class CudaGraphs:
 
     def _record_plain(self, rows: int, context: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
         buffers = self.decoder.buffers(rows, context)
+        return buffers, self.record_step(buffers, lambda: self.decoder.step(buffers))
+
+    def record_step(self, buffers: DecodeBuffers, launch: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:
+        """Record what `launch` does with these buffers, or return None without a GPU."""
         if buffers.token_ids.device.type != "cuda":
-            return buffers, None
+            return None
         buffers.slots.fill_(self.scratch_slot)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.decoder.step(buffers)  # compiles kernels, which recording cannot do
+            launch()  # compiles kernels, which recording cannot do
         torch.cuda.current_stream().wait_stream(side)
-        return buffers, self._record(lambda: self.decoder.step(buffers))
+        return self._record(launch)
 
     def _record(self, launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -172,7 +199,9 @@ class CudaGraphs:
             tapped.graph.replay()
         if tap.requests:
             assert tapped.tap.buffer is not None
-            tap.set_source(self._copier.copy(tapped.tap.buffer, tapped.copy_plan(tap.layout)))
+            pending = self._copier.copy(tapped.tap.buffer, tapped.copy_plan(tap.layout))
+            counts = [len(rows) for rows in tap.layout.rows]
+            tap.set_source(pending if max(counts) == 1 else JoinedRows(pending, counts))
 
     @property
     def last_tapped(self) -> TappedGraph | None:
@@ -198,4 +227,4 @@ def site_widths(decoder: Decoder) -> dict[str, int]:
     """Row width of every editable site, by hook."""
     config = decoder.config
     sizes = {"d": config.hidden_size, "md": config.hc_mult * config.hidden_size}
-    return {site.name: sizes[site.shape] for site in SITES if site.edit}
+    return {site.name: sizes[site.shape] for site in SITES if site.edit and not site.absent}

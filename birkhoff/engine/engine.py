@@ -25,6 +25,7 @@ from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, unsupported_model
 from birkhoff.engine.cuda_graphs import CudaGraphs
+from birkhoff.engine.draft_chain import DraftChain, PendingSamples
 from birkhoff.engine.gpu_warmup import warm_up
 from birkhoff.engine.language_model import LanguageModel
 from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
@@ -37,7 +38,7 @@ from birkhoff.engine.sampler import SampledToken, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
-from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
+from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed, LogitsError
 from birkhoff.hooks.plan import Plan
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -130,7 +131,8 @@ class EngineCore:
             self.sampler.prepare(torch.device(device), model.config.vocab_size)
         if mtp:
             self.controller = None if draft_always else SpeculationController()
-            self.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
+            chain = None if runner.graphs is None else DraftChain(runner.graphs, self.sampler, draft_depth)
+            self.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller, chain)
             runner.speculator = self.speculator
         if runs_ahead:
             self._run_ahead = RunAhead(self.scheduler, runner, self.sampler)
@@ -145,7 +147,8 @@ class EngineCore:
             return 0.0
         with self._locked():
             budget = self.scheduler.max_batch_tokens
-            return warm_up(runner.model, runner.state, runner.graphs, budget, progress)
+            chain = None if self.speculator is None else self.speculator.chain
+            return warm_up(runner.model, runner.state, runner.graphs, budget, progress, chain)
 
     def submit(self, *requests: Request) -> None:
         """Queue all requests of one call; raises when one of them can never run, and queues none.
@@ -205,9 +208,11 @@ class EngineCore:
                 if self._run_ahead is not None and self._run_ahead.accepts(chunks):
                     self._launched = self._run_ahead.launch(chunks, outputs)
                     return True
-                self._commit(chunks, outputs)
-                if self.speculator is not None:
-                    self._draft(self.speculator, chunks, outputs, started, num_tokens)
+                speculator = self.speculator
+                pending = None if speculator is None else speculator.launch(chunks, outputs)
+                self._commit(chunks, outputs, pending)
+                if speculator is not None:
+                    self._draft(speculator, chunks, outputs, pending, started, num_tokens)
             return True
 
     @contextmanager
@@ -327,18 +332,36 @@ class EngineCore:
         if self.placement is not None:
             self.placement.close()
 
-    def _commit(self, chunks: list[ScheduledChunk], outputs: list[ModelOutput | None]) -> None:
-        """Record computed tokens, sample where a sequence ends, release finished requests."""
+    def _commit(
+        self,
+        chunks: list[ScheduledChunk],
+        outputs: list[ModelOutput | None],
+        pending: PendingSamples | None = None,
+    ) -> None:
+        """Record computed tokens, sample where a sequence ends, release finished requests.
+
+        Samples that were launched already are `pending`."""
         sampling = []
         for chunk, output in zip(chunks, outputs):
+            request = chunk.request
             if chunk.draft_tokens and output is not None:
-                self._verify(chunk, output)
+                samples = (
+                    self.sampler.verify(request, output.logits, chunk.draft_tokens)
+                    if pending is None
+                    else pending.samples(request)
+                )
+                self._verify(chunk, samples)
                 continue
-            chunk.request.num_computed_tokens = chunk.stop
-            self._insert_pages(chunk.request)
+            request.num_computed_tokens = chunk.stop
+            self._insert_pages(request)
             if output is not None:
-                sampling.append((chunk.request, output.logits[0]))
-        for (request, _), sampled in zip(sampling, self.sampler.sample(sampling)):
+                sampling.append((request, output.logits[0]))
+        sampled_tokens = (
+            self.sampler.sample(sampling)
+            if pending is None
+            else [pending.samples(request)[0] for request, _ in sampling]
+        )
+        for (request, _), sampled in zip(sampling, sampled_tokens):
             self._append(request, sampled)
             if request.done:
                 self.scheduler.release(request)
@@ -359,10 +382,11 @@ class EngineCore:
         else:
             request.append_token(*sampled)
 
-    def _verify(self, chunk: ScheduledChunk, output: ModelOutput) -> None:
-        """Sample after each draft token while the drafts are right; state computed after a wrong one is discarded."""
+    def _verify(self, chunk: ScheduledChunk, samples: list[SampledToken | LogitsError]) -> None:
+        """Append the samples up to the first that differs from its draft token; state computed after a wrong draft
+        token is discarded."""
         request = chunk.request
-        for sampled in self.sampler.verify(request, output.logits, chunk.draft_tokens):
+        for sampled in samples:
             self._append(request, sampled)
             if request.done:
                 break
@@ -382,12 +406,13 @@ class EngineCore:
         speculator: Speculator,
         chunks: list[ScheduledChunk],
         outputs: list[ModelOutput | None],
+        pending: PendingSamples | None,
         started: float,
         num_tokens: int,
     ) -> None:
         """Draft tokens for the next step and record the speed of this one. `num_tokens`: before the step."""
         committed = self._clock()  # MTP prefill without drafting is no cost of a plain step
-        drafted = speculator.draft(chunks, outputs) > 0
+        drafted = speculator.draft(chunks, outputs, pending) > 0
         if self.controller is not None and all(chunk.is_decode for chunk in chunks):
             new_tokens = sum(chunk.request.num_tokens for chunk in chunks) - num_tokens
             verified = any(chunk.draft_tokens for chunk in chunks)

@@ -3,7 +3,7 @@
 Prompts of a few lengths, several sequences in one chunk, mixed prefill/decode chunks and chunks at large positions
 run once on memory that no request uses yet, so that every kernel variant is compiled (Triton and NVRTC keep theirs on
 disk). Then the decode graph of every batch size is recorded for short contexts; graphs of longer contexts are
-recorded when they are first needed.
+recorded when they are first needed. With speculation, steps of draft tokens and MTP steps are recorded as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cuda_graphs import CONTEXTS, ROWS, CudaGraphs
+from birkhoff.engine.cuda_graphs import CONTEXTS, CudaGraphs
+from birkhoff.engine.draft_chain import DraftChain
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
@@ -33,16 +34,19 @@ def warm_up(
     graphs: CudaGraphs,
     max_batch_tokens: int,
     progress: Progress | None = None,
+    chain: DraftChain | None = None,
 ) -> float:
     """Run every warm-up batch and record the graphs; returns the seconds it took.
 
-    `progress` is called with (done, total). Must run before the first request: pages and slots are overwritten."""
+    `progress` is called with (done, total). `chain` drafts with the MTP block. Must run before the first request: pages
+    and slots are overwritten."""
     started = time.perf_counter()
     batches = list(
         warm_up_batches(graphs.scratch_slot, graphs.max_context, max_batch_tokens, state.num_pages)
     )
     shapes = list(graph_shapes(graphs))
-    total = len(batches) + len(shapes)
+    mtp_rows = [] if chain is None else sorted({rows for rows, _ in shapes})
+    total = len(batches) + len(shapes) + len(mtp_rows)
     with torch.inference_mode():
         state.give_pages(graphs.scratch_slot, list(range(min(state.num_pages, state.page_table.shape[1]))))
         for done, chunks in enumerate(batches):
@@ -51,14 +55,21 @@ def warm_up(
             batch = Batch.of(chunks, state.device)
             if chunks[0].stop >= PAGE_TOKENS and chunks[0].start == 0:  # as for the prefix cache
                 state.watched[chunks[0].slot] = [Snapshot(PAGE_TOKENS)]
-            hidden, _ = model.run(batch, state, NoTap())
+            hidden, streams = model.run(batch, state, NoTap())
             state.watched.clear()
             model.logits(hidden[-1:])
+            if chain is not None:
+                model.mtp_prefill(streams, batch, state)
         state.page_table.zero_()
         for done, (rows, context) in enumerate(shapes, start=len(batches)):
             if progress is not None:
                 progress(done, total)
             graphs.prepare(rows, context)
+        for done, rows in enumerate(mtp_rows, start=len(batches) + len(shapes)):
+            if progress is not None:
+                progress(done, total)
+            assert chain is not None
+            chain.prepare(rows)
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
     if progress is not None:
@@ -84,10 +95,12 @@ def warm_up_batches(
 
 
 def graph_shapes(graphs: CudaGraphs) -> Iterator[tuple[int, int]]:
-    """Rows and context of the graphs that are recorded at load: `scratch` is also the number of request slots."""
+    """Rows and context of the graphs that are recorded at load: `scratch` is also the number of request slots, and each
+    request may have draft tokens."""
     contexts = sorted({min(context, graphs.max_context) for context in CONTEXTS[:GRAPH_CONTEXTS]})
-    largest = next((rows for rows in ROWS if rows >= graphs.scratch_slot), ROWS[-1])
-    for rows in ROWS:
+    most = graphs.scratch_slot * (1 + graphs.decoder.drafts)
+    largest = next((rows for rows in graphs.row_sizes if rows >= most), graphs.row_sizes[-1])
+    for rows in graphs.row_sizes:
         if rows <= largest:
             for context in contexts:
                 yield rows, context

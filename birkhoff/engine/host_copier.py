@@ -7,6 +7,8 @@ running engine needs two of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from birkhoff.hooks.capture_buffer import CaptureBuffer, RowCopyPlan
@@ -80,3 +82,16 @@ class PendingRows:
         if not self._remaining:
             self._free.append(self._buffer)
         return rows
+
+
+class JoinedRows:
+    """The rows of jobs with several tokens in a step: `counts` consecutive single rows each, joined."""
+
+    def __init__(self, pending: PendingRows, counts: Sequence[int]):
+        self._pending = pending
+        self._counts = counts
+
+    def __call__(self, job: int) -> list[tuple[Key, torch.Tensor]]:
+        first = sum(self._counts[:job])
+        tokens = [self._pending(first + offset) for offset in range(self._counts[job])]
+        return [(rows[0][0], torch.cat([row for _, row in rows])) for rows in zip(*tokens)]

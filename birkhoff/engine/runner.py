@@ -12,6 +12,7 @@ the other and release the interpreter lock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class Runner:
         if self.graphs is None:
             return set()
         singles = {i for i, chunk in enumerate(chunks) if self._can_replay([chunk])}
-        return singles if self.graphs.fits(len(singles)) else set()
+        return singles if self.graphs.fits(sum(_num_rows(chunks[i]) for i in singles)) else set()
 
     def close(self) -> None:
         self._second_thread.shutdown()
@@ -186,10 +187,11 @@ class Runner:
 
     def _compute(self, chunks: Sequence[ScheduledChunk], hooks: StepHooks) -> list[ModelOutput | None]:
         if self.graphs is not None and self._can_replay(chunks):
-            tap = hooks.begin(_spans(chunks, range(len(chunks))), len(chunks))
+            first_rows = [0, *itertools.accumulate(_num_rows(chunk) for chunk in chunks)]
+            tap = hooks.begin(_spans(chunks, first_rows), first_rows[-1])
             plan = None if tap is None else self.graphs.plan(tap)
             if tap is None or plan is not None:
-                return self._replay(chunks, self.graphs, tap, plan)
+                return self._replay(chunks, first_rows, self.graphs, tap, plan)
             batch, first_rows = _make_batch(chunks, self.state.device)
         else:
             batch, first_rows = _make_batch(chunks, self.state.device)
@@ -212,27 +214,36 @@ class Runner:
         return [next(outputs) if chunk.samples else None for chunk in chunks]
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a CUDA graph can run the step: one token per request, no draft tokens, no speculator that reads the
-        streams."""
-        single = all(chunk.stop - chunk.start == 1 and not chunk.draft_tokens for chunk in chunks)
-        return (
-            single and self.speculator is None and self.graphs is not None and self.graphs.fits(len(chunks))
-        )
+        """Whether a CUDA graph can run the step: one token and its draft tokens per request."""
+        single = all(chunk.stop - chunk.start == 1 for chunk in chunks)
+        return single and self.graphs is not None and self.graphs.fits(sum(map(_num_rows, chunks)))
 
     def _replay(
         self,
         chunks: Sequence[ScheduledChunk],
+        first_rows: Sequence[int],
         graphs: CudaGraphs,
         tap: BatchTap | None,
         plan: GraphPlan | None,
     ) -> list[ModelOutput | None]:
-        slots: list[int] = [chunk.request.slot for chunk in chunks]  # type: ignore[misc]
-        token_ids = [chunk.tokens[0] for chunk in chunks]
-        logits, streams = graphs.step(token_ids, [chunk.start for chunk in chunks], slots, tap, plan)
-        return [
-            ModelOutput(*row) if chunk.samples else None
-            for chunk, row in zip(chunks, zip(logits.split(1), streams.split(1)))
+        rows = [
+            (token, chunk.start + offset, chunk.request.slot)
+            for chunk in chunks
+            for offset, token in enumerate(chunk.tokens)
         ]
+        token_ids, positions, slots = zip(*rows)
+        logits, streams = graphs.step(token_ids, positions, slots, tap, plan)
+        if self.speculator is not None:
+            self.speculator.prefill(chunks, first_rows, streams)
+        counts = [_num_rows(chunk) for chunk in chunks]
+        return [
+            ModelOutput(*own_rows) if chunk.samples else None
+            for chunk, own_rows in zip(chunks, zip(logits.split(counts), streams.split(counts)))
+        ]
+
+
+def _num_rows(chunk: ScheduledChunk) -> int:
+    return chunk.stop - chunk.start + len(chunk.draft_tokens)
 
 
 def _spans(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> list[Span]:

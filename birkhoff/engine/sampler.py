@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -101,6 +102,21 @@ class SamplingState:
         if self._seen is not None:
             self._seen[token] = True
 
+    def ahead(self, token: int, vocab_size: int) -> SamplingState:
+        """The state after `token`, which may be rejected: this state stays as it is.
+
+        After a token that the mask forbids, which is rejected in any case, it is this state itself."""
+        if self._mask is not None and not bool(self._mask.allowed(self._accepted, vocab_size)[token]):
+            return self
+        state = copy(self)
+        state._accepted = list(self._accepted)
+        if self._counts is not None or self._seen is not None:
+            state._counts = None if self._counts is None else self._counts.clone()
+            state._seen = None if self._seen is None else self._seen.clone()
+            state._record = None  # it has the addresses of both
+        state.accept(token)
+        return state
+
     def reshape(self, logits: Tensor, ahead: int = 0) -> Tensor:
         """Apply penalties, bias, `min_tokens` and the mask to a copy of one row [vocab]."""
         params = self.params
@@ -142,6 +158,14 @@ class SamplingState:
             self._record = record
         return self._record
 
+    def draft_record(self) -> np.ndarray[Any, np.dtype[np.void]]:
+        """The parameters of a draft for the CUDA kernel: temperature and truncation alone."""
+        record = self.device_record().copy()
+        for name in ("num_bias", "seen", "counts", "bias_ids", "biases", "banned_ids"):
+            record[name] = 0
+        record["repetition"], record["presence"], record["frequency"], record["logprobs"] = 1.0, 0.0, 0.0, -1
+        return record
+
     @property
     def masked(self) -> bool:
         """Whether a mask decides which tokens are allowed."""
@@ -174,15 +198,23 @@ class _DeviceBatch:
 
     def fill(self, logits: Tensor, ahead: int) -> list[Tensor]:
         """Write what changes with every step; returns tensors that must live until the kernel has run."""
-        steps = np.array([state.step + 1 + ahead for state in self.states], np.uint64)
-        keys = _mix64_array(self.seeds + steps * np.uint64(_GOLDEN64))
-        self.params["key_low"] = keys & np.uint64(_MASK32)
-        self.params["key_high"] = keys >> np.uint64(32)
+        _fill_keys(self.params, self.seeds, [state.step + ahead for state in self.states])
         self.params["num_banned"] = [state.num_banned(ahead) for state in self.states]
         masks = [self.states[i].allowed(logits.shape[-1], logits.device) for i in self.masked]
         for i, mask in zip(self.masked, masks):
             self.params["allowed"][i] = mask.data_ptr()
         return masks
+
+
+def _fill_keys(
+    params: np.ndarray[Any, np.dtype[np.void]],
+    seeds: np.ndarray[Any, np.dtype[np.uint64]],
+    steps: Sequence[int],
+) -> None:
+    """Write the noise keys of samples after `steps` tokens."""
+    keys = _mix64_array(seeds + (np.array(steps, np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN64))
+    params["key_low"] = keys & np.uint64(_MASK32)
+    params["key_high"] = keys >> np.uint64(32)
 
 
 class PendingSample:
@@ -198,17 +230,14 @@ class PendingSample:
 
     def read(self) -> list[SampledToken | LogitsError]:
         """Wait for the tokens; a row without finite logits yields a `LogitsError`."""
-        return [
-            each if isinstance(each, LogitsError) else (each.token, _token_logprob(each))
-            for each in self.read_samples()
-        ]
+        return [token_and_logprob(each) for each in self.read_samples()]
 
 
 class _DeviceSampling:
     """`sample` in one launch per batch: same order of operations and same noise, weights in float32."""
 
     def __init__(self, device: torch.device):
-        self._kernel = DeviceSampler(device)
+        self.kernel = DeviceSampler(device)
         self._batch = _DeviceBatch([])
 
     def launch(self, logits: Tensor, states: Sequence[SamplingState], ahead: int = 0) -> PendingSample:
@@ -217,7 +246,7 @@ class _DeviceSampling:
             self._batch = _DeviceBatch(states)
         batch = self._batch
         masks = batch.fill(logits, ahead)
-        sample = self._kernel.launch(logits, batch.params)
+        sample = self.kernel.launch(logits, batch.params)
 
         def read() -> list[Sampled | LogitsError]:
             result = sample.read()
@@ -231,9 +260,9 @@ class _DeviceSampling:
 
 
 def _results(rows: np.ndarray[Any, Any], logprobs: Sequence[int | None]) -> list[Sampled | LogitsError]:
-    """Rows of `DeviceSample.read` as samples."""
+    """Rows of `DeviceSample.read` as samples; two columns are enough where no log-probabilities are wanted."""
     sampled: list[Sampled | LogitsError] = []
-    for i, (token, peak, logprob) in enumerate(rows[:, : LOGPROB + 1].tolist()):
+    for i, (token, peak) in enumerate(rows[:, :LOGPROB].tolist()):
         count = logprobs[i]
         if not math.isfinite(peak):
             sampled.append(_unusable(peak))
@@ -242,8 +271,67 @@ def _results(rows: np.ndarray[Any, Any], logprobs: Sequence[int | None]) -> list
         else:
             ids = rows[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
             values = rows[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
-            sampled.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
+            sampled.append(Sampled(int(token), float(rows[i, LOGPROB]), tuple(zip(ids, values))))
     return sampled
+
+
+class RowSampling:
+    """Samples the rows of one step, of which draft tokens have one each, and then the drafts after them.
+
+    Everything that differs between rows is known before the step has run, so nothing waits for the device unless the
+    CUDA kernel cannot be used. Row r is sampled as if the draft tokens before it were right; a draft `ahead` tokens
+    after row r has the noise of the sample that will verify it."""
+
+    def __init__(
+        self, states: Sequence[SamplingState], logits: Tensor, depth: int, kernel: DeviceSampler | None
+    ):
+        self._states = states
+        self._logits = logits
+        self._greedy = all(state.plain_greedy() for state in states)
+        self._greedy_drafts = all(state.params.greedy for state in states)
+        self._kernel = None if self._greedy and self._greedy_drafts else kernel
+        self._masks: list[Tensor] = []
+        self._logprobs = [state.params.logprobs for state in states]
+        self._on_host: list[Sampled | LogitsError] | None = None
+        if self._kernel is not None:
+            batch = _DeviceBatch(states)
+            self._masks = batch.fill(logits, 0)
+            parts = [batch.params]
+            records = np.array([state.draft_record() for state in states], ROW_PARAMS)
+            for ahead in range(0 if self._greedy_drafts else depth):
+                part = records.copy()
+                _fill_keys(part, batch.seeds, [state.step + 1 + ahead for state in states])
+                parts.append(part)
+            self._params = self._kernel.upload(np.concatenate(parts))
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """The tokens [n] int64 on the device, and what `read` takes, [n, columns] float64."""
+        if self._greedy:
+            peaks, tokens = self._logits.max(-1)
+            return tokens, torch.stack((tokens.double(), peaks.double()), dim=1)
+        if self._kernel is not None:
+            result = self._kernel.launch_uploaded(self._logits, self._params[: len(self._states)])
+            return result[:, 0].long(), result
+        self._on_host = sample(self._logits, self._states)
+        ids = [0 if isinstance(each, LogitsError) else each.token for each in self._on_host]
+        return torch.tensor(ids, device=self._logits.device), self._logits.new_zeros(0, dtype=torch.double)
+
+    def read(self, result: np.ndarray[Any, np.dtype[np.float64]]) -> list[Sampled | LogitsError]:
+        """The samples of all rows, from the result on the host."""
+        return self._on_host if self._on_host is not None else _results(result, self._logprobs)
+
+    def draft(self, logits: Tensor, ahead: int, rows: Tensor | None = None) -> Tensor:
+        """Draft tokens [n] int64 from MTP logits [n, vocab] float32, for all rows or for `rows` [n]."""
+        if self._greedy_drafts:
+            return logits.argmax(-1)
+        if self._kernel is not None:
+            count = len(self._states)
+            params = self._params[count * (1 + ahead) : count * (2 + ahead)]
+            result = self._kernel.launch_uploaded(logits, params if rows is None else params[rows])
+            return result[:, 0].long()
+        states = self._states if rows is None else [self._states[row] for row in rows.tolist()]
+        keys = [_NoiseKey(state.seed, state.step + 1 + ahead) for state in states]
+        return _draft(logits, [state.params for state in states], keys)
 
 
 def seed_for(params: SamplingParams, choice: int = 0) -> int:
@@ -275,10 +363,7 @@ class Sampler:
             return []
         states = [self._state(request, logits) for request, logits in pairs]
         logits = pairs[0][1][None] if len(pairs) == 1 else torch.stack([row for _, row in pairs])
-        return [
-            each if isinstance(each, LogitsError) else (each.token, _token_logprob(each))
-            for each in self._sample(logits, states)
-        ]
+        return [token_and_logprob(each) for each in self._sample(logits, states)]
 
     def samples_on_device(self, request: Request) -> bool:
         """Whether the next token can be sampled before the last one is known to the host."""
@@ -322,14 +407,23 @@ class Sampler:
 
         The noise is that of the sample which will verify the draft, so that similar distributions often agree."""
         logits = torch.stack([row for _, row in pairs]).float()
-        tokens: list[int] = logits.argmax(-1).tolist()
-        random = [i for i, (request, _) in enumerate(pairs) if not request.params.greedy]
-        if random:
-            log_weights = _truncate(logits[random].double(), [pairs[i][0].params for i in random])
-            noise = [_NoiseKey(pairs[i][0].seed, len(pairs[i][0].output_ids) + ahead) for i in random]
-            for i, token in zip(random, _race(log_weights, noise).tolist()):
-                tokens[i] = token
+        requests = [request for request, _ in pairs]
+        keys = [_NoiseKey(request.seed, len(request.output_ids) + ahead) for request in requests]
+        tokens: list[int] = _draft(logits, [request.params for request in requests], keys).tolist()
         return tokens
+
+    def rows(
+        self, requests: Sequence[tuple[Request, Sequence[int]]], logits: Tensor, depth: int
+    ) -> RowSampling:
+        """Sampling of the rows of `logits` [n, vocab] float32: of each request, its token and its draft tokens. Up to
+        `depth` tokens can be drafted after each row. Requests are not modified."""
+        states = []
+        for request, draft_tokens in requests:
+            states.append(self._state(request, logits))
+            for token in draft_tokens:
+                states.append(states[-1].ahead(token, logits.shape[-1]))
+        kernel = None if self._on_device is None or not logits.is_cuda else self._on_device.kernel
+        return RowSampling(states, logits, depth, kernel)
 
     def _state(self, request: Request, logits: Tensor) -> SamplingState:
         """The state of a request, updated with the tokens it has appended since."""
@@ -387,6 +481,16 @@ def sample(logits: Tensor, states: Sequence[SamplingState], ahead: int = 0) -> l
         else:
             results.append(_with_logprobs(raw[i], token_list[i], state.params.logprobs))
     return results
+
+
+def _draft(logits: Tensor, params: Sequence[SamplingParams], keys: Sequence[_NoiseKey]) -> Tensor:
+    """Tokens [n] sampled from rows of [n, vocab] float32 with temperature and truncation alone."""
+    tokens = logits.argmax(-1)
+    random = [i for i, each in enumerate(params) if not each.greedy]
+    if random:
+        log_weights = _truncate(logits[random].double(), [params[i] for i in random])
+        tokens[random] = _race(log_weights, [keys[i] for i in random])
+    return tokens
 
 
 def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -486,6 +590,11 @@ def _token_logprob(sampled: Sampled) -> TokenLogprob | None:
     if sampled.logprob is None:
         return None
     return TokenLogprob(sampled.token, sampled.logprob, sampled.top_logprobs)
+
+
+def token_and_logprob(sampled: Sampled | LogitsError) -> SampledToken | LogitsError:
+    """A sample as requests append it."""
+    return sampled if isinstance(sampled, LogitsError) else (sampled.token, _token_logprob(sampled))
 
 
 def _unusable(peak: float) -> LogitsError:

@@ -8,6 +8,9 @@ which: a sample depends on its own row of logits and on noise hashed from the se
 The MTP state only affects acceptance. A request whose prompt was not processed by MTP from the start (speculation was
 off at the time) is not drafted for. With a `SpeculationController`, drafting continues only while it is measured to be
 faster.
+
+On a GPU with recorded steps, samples and drafts are computed by a `DraftChain` in one sequence of launches (`launch`),
+and `draft` only hands its drafts to the requests.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from birkhoff.engine.draft_chain import DraftChain, PendingSamples, SampledRows
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampler import Sampler
 from birkhoff.engine.speculation_controller import SpeculationController
@@ -39,6 +43,7 @@ class Speculator:
         sampler: Sampler,
         depth: int,
         controller: SpeculationController | None = None,
+        chain: DraftChain | None = None,
     ):
         assert state.lookback >= depth and state.mtp is not None
         self.model = model
@@ -46,6 +51,7 @@ class Speculator:
         self.sampler = sampler
         self.depth = depth
         self.controller = controller
+        self.chain = chain
 
     def prefill(
         self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], streams: torch.Tensor
@@ -72,14 +78,97 @@ class Speculator:
                 torch.cat([rows[index[id(piece)]] for piece in batch.chunks]), batch, self.state
             )
 
+    def launch(
+        self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]
+    ) -> PendingSamples | None:
+        """Launch sampling and drafting of a step before its samples are known; None if it has to be done after.
+
+        Steps without draft tokens that do not draft are sampled as if there were no speculation."""
+        if self.chain is None or not self._may_launch(chunks):
+            return None
+        sampling = [(chunk, output) for chunk, output in zip(chunks, outputs) if output is not None]
+        batch = [
+            SampledRows(
+                chunk.request,
+                chunk.stop - 1,
+                chunk.draft_tokens,
+                chunk.request.num_mtp_tokens == chunk.stop - 1,
+            )
+            for chunk, _ in sampling
+        ]
+        drafts = self._drafts_for(batch)
+        verifies = any(rows.draft_tokens for rows in batch)
+        if not (drafts or verifies) or sum(rows.num_rows for rows in batch) > self.chain.max_rows:
+            return None
+        logits = torch.cat([output.logits for _, output in sampling]).float()
+        streams = torch.cat([output.streams for _, output in sampling if output.streams is not None])
+        return self.chain.launch(batch, logits, streams, drafts)
+
+    def _may_launch(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a step verifies draft tokens or may draft; cheap, because plain steps pay for it."""
+        return (
+            self.controller is None
+            or self.controller.should_draft(len(chunks))
+            or any(chunk.draft_tokens for chunk in chunks)
+        )
+
+    def _drafts_for(self, batch: Sequence[SampledRows]) -> bool:
+        """Whether to draft after a step with these rows, each of which yields at least one token."""
+        candidates = [rows for rows in batch if _max_drafts(rows.request) > 1]
+        ready = [rows for rows in candidates if rows.follows]
+        if not ready or self.controller is None:
+            return bool(ready)
+        if self.controller.in_trial(len(candidates)) and len(ready) < len(candidates):
+            return False
+        return self.controller.should_draft(len(candidates))
+
+    def _assign_drafts(self, pending: PendingSamples) -> int:
+        """Give the requests of a step the tokens drafted for them, as far as the next step has rows for them."""
+        assert self.chain is not None
+        running = [rows for rows in pending.batch if rows.request.slot is not None]
+        spare = self.chain.max_rows - len(running)
+        count = 0
+        for rows in running:
+            request = rows.request
+            if rows.follows:
+                request.num_mtp_tokens = request.num_computed_tokens
+                tokens = pending.draft_tokens(request)[: min(_max_drafts(request), spare)]
+                request.draft_tokens = tokens
+                spare -= len(tokens)
+                count += len(tokens) > 0
+        return count
+
+    def _follow(self, ready: Sequence[tuple[Request, int, torch.Tensor]]) -> None:
+        """Let the recorded MTP step process accepted tokens, so that it can draft later."""
+        assert self.chain is not None
+        batch = []
+        tokens: list[int] = []
+        for request, position, _ in ready:
+            accepted = request.tokens(position + 1, request.num_computed_tokens + 1)
+            batch.append(SampledRows(request, position, tuple(accepted[:-1]), True))
+            tokens += accepted
+            request.num_mtp_tokens = request.num_computed_tokens
+        streams = torch.cat([streams[: rows.num_rows] for rows, (_, _, streams) in zip(batch, ready)])
+        self.chain.follow(batch, tokens, streams)
+
     @torch.inference_mode()
-    def draft(self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]) -> int:
+    def draft(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        outputs: Sequence[ModelOutput | None],
+        pending: PendingSamples | None = None,
+    ) -> int:
         """Set `draft_tokens` of running requests that have room for them and that MTP has followed; returns how many
-        requests got some."""
+        requests got some. `pending` is what `launch` returned."""
+        if pending is not None and pending.drafts:
+            return self._assign_drafts(pending)
         candidates = [
             (chunk.request, chunk.stop - 1, output.streams)
             for chunk, output in zip(chunks, outputs)
-            if output is not None and chunk.request.slot is not None and _max_drafts(chunk.request) > 0
+            if output is not None
+            and output.streams is not None
+            and chunk.request.slot is not None
+            and _max_drafts(chunk.request) > 0
         ]
         ready = [each for each in candidates if each[0].num_mtp_tokens == each[1]]
         if not ready:
@@ -89,6 +178,9 @@ class Speculator:
             drafts_now &= len(ready) == len(candidates)  # a trial step drafts for all requests or none
         elif not drafts_now:
             return 0
+        if self.chain is not None and len(ready) <= self.chain.max_rows // (1 + self.depth):
+            self._follow(ready)  # a plain step of a trial, or one that was expected to be plain
+            return 0
         pieces = []
         rows = []
         last_rows = []
@@ -96,7 +188,6 @@ class Speculator:
             count = request.num_computed_tokens - position  # the scheduled token and accepted draft tokens
             for offset, token in enumerate(request.tokens(position + 1, position + 1 + count)):
                 pieces.append(SequenceChunk(_slot(request), position + offset, [token]))
-            assert streams is not None, "our own runner returns streams"
             rows.append(streams[:count])
             last_rows.append(len(pieces) - 1)
             request.num_mtp_tokens = position + count

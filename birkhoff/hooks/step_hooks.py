@@ -72,15 +72,15 @@ class StepHooks:
         tap, spans = self._tap, self._spans
         self._clear()
         self.deliver_copied()
-        if tap is not None and tap.is_pending:
-            for plan in dict.fromkeys(request.span.plan for request in tap.requests):
-                plan.withheld = _after_copy(plan, tap, observer)
-                self._copying.append(plan)
-            return
         for span in spans:
             if span.plan in drafted:
                 span.plan.withheld = _after_verification(span, tap, observer)
-        if tap is not None:
+        if tap is not None and tap.is_pending:
+            for plan in dict.fromkeys(request.span.plan for request in tap.requests):
+                if plan not in drafted:
+                    plan.withheld = _after_copy(plan, tap, observer)
+                    self._copying.append(plan)
+        elif tap is not None:
             tap.deliver(drafted, observer)
 
     def deliver_copied(self) -> None:
@@ -88,7 +88,7 @@ class StepHooks:
         copying = self._copying
         self._copying = []
         for plan in copying:
-            plan.settle(0)  # a recorded step has no draft tokens: all rows are kept
+            plan.settle(0)  # none of them had draft tokens: all rows are kept
 
     def settle(self, plan: Plan, stop: int) -> None:
         """Deliver the withheld rows of a plan: tokens before position `stop` are kept, the others were rejected."""

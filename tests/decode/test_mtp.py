@@ -17,7 +17,9 @@ from tests.interpreter import DEVICE, packed_model
 from tests.models import random_tokens, variant
 from tests.sizes import FULL, scaled
 
-SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=1)
+SMALL = variant(
+    compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=1, hc_sinkhorn_iters=2
+)
 STARTS = (1, 2, 3, 7, 50, 125, 126, 127, 253) if FULL else (2, 53, 126)
 
 

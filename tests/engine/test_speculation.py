@@ -89,7 +89,7 @@ class Forced(Speculator):
     pattern: list[bool]
     drafted_count = 0
 
-    def draft(self, work, ran):
+    def draft(self, work, ran, pending=None):
         for item, made in zip(work, ran):
             request = item.request
             if made is None or request.slot is None or _max_drafts(request) <= 0:
@@ -107,7 +107,7 @@ class Forced(Speculator):
 def force(core: EngineCore, truth, pattern) -> Forced:
     forced = Forced(core.model, core.runner.state, core.sampler, core.runner.speculator.depth)
     forced.truth, forced.pattern = truth, pattern
-    core.runner.speculator = forced
+    core.speculator = core.runner.speculator = forced
     return forced
 
 

@@ -93,6 +93,30 @@ class DeviceSampler:
         used.done.record(torch.cuda.current_stream(self._device))
         return DeviceSample(used, count)
 
+    def upload(self, params: np.ndarray) -> torch.Tensor:
+        """`params` [n] of ROW_PARAMS on the device, [n, bytes], without waiting."""
+        host = torch.empty(len(params), ROW_PARAMS.itemsize, dtype=torch.uint8, pin_memory=True)
+        host.copy_(torch.from_numpy(params.view(np.uint8).reshape(len(params), -1)))
+        return host.to(self._device, non_blocking=True)
+
+    def launch_uploaded(self, logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """As `launch` with uploaded `params`, in memory of its own: [n, COLUMNS] float64 on the device."""
+        count, vocab_size = logits.shape
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1 and len(params) == count
+        out = torch.empty(count, COLUMNS, dtype=torch.float64, device=self._device)
+        self._module.launch(
+            "sample_rows",
+            (CLUSTER * count, 1),
+            THREADS,
+            logits,
+            logits.stride(0),
+            params,
+            out,
+            vocab_size,
+            pdl=False,
+        )
+        return out
+
 
 class _Buffers:
     """Parameters and results of one launch, on the device and pinned on the host."""

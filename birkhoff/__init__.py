@@ -6,7 +6,10 @@ package (the command line printing its help, a config reader) does not wait for 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,6 +69,22 @@ _HOMES = {
 }
 
 
+def _warn_of_other_package() -> None:
+    """Warn if the package `birkhoff` of another project is installed into the same folder.
+
+    Both have a module `birkhoff`, so each overwrites files of the other. Ours is called `birkhoff-v4`."""
+    folder = os.path.dirname(os.path.dirname(__file__))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith("birkhoff-") and name.endswith((".dist-info", ".egg-info")):
+                warnings.warn(
+                    f"{name.rsplit('.', 1)[0]}, a package of another project, is installed into {folder} and shares "
+                    "the module name birkhoff. Remove it and repair this one: pip uninstall birkhoff && pip install "
+                    "--force-reinstall --no-deps birkhoff-v4",
+                    stacklevel=3,
+                )
+
+
 def __getattr__(name: str) -> object:
     if name == "mhc":
         return importlib.import_module("birkhoff.mhc")
@@ -78,3 +97,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_warn_of_other_package()

@@ -86,7 +86,7 @@ def test_the_core_imports_without_the_command_line_and_the_oracle():
 def test_pins_satisfy_what_the_package_accepts():
     extras = PROJECT["optional-dependencies"]
     required = {
-        "requirements.txt": PROJECT["dependencies"] + extras["cpu"] + extras["server"] + extras["grammar"],
+        "requirements.txt": PROJECT["dependencies"] + extras["server"] + extras["grammar"],
         "requirements-test.txt": extras["test"] + extras["dev"],
     }
     for file, requirements in required.items():
@@ -245,15 +245,21 @@ def test_the_tour_runs_and_prints_every_section(tmp_path):
     assert (tmp_path / "out/streams.safetensors").stat().st_size > 1e6
 
 
-def test_a_wheel_contains_the_package_and_its_command(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     pytest.importorskip("hatchling", reason="needs the build backend of requirements.txt")
-    source = tmp_path / "source"
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(PACKAGE, source / "birkhoff", ignore=shutil.ignore_patterns("__pycache__"))
-    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist"), cwd=source)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+def test_a_wheel_contains_the_package_and_its_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         entry = next(name for name in names if name.endswith("entry_points.txt"))
@@ -261,3 +267,75 @@ def test_a_wheel_contains_the_package_and_its_command(tmp_path):
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     assert modules <= set(names) and any(name.endswith("LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "training"))]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, wheel) -> Path:
+    """A fresh environment with the wheel; its dependencies are those of this environment."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]) + "\n")
+    interpreter = str(folder / "venv" / "bin" / "python")
+    python("-m", "pip", "--python", interpreter, "install", "-q", "--no-deps", "--no-index", str(wheel))
+    return folder / "venv"
+
+
+def run_installed(venv: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment, without this checkout on its path."""
+    environment = {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+    command = [venv / "bin" / program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=venv, timeout=300, env=environment)
+
+
+def test_an_installed_wheel_generates_with_compiled_kernels(installed):
+    done = run_installed(
+        installed, "birkhoff", "generate", "Once upon a time", "--max-tokens", "4", "--seed", "1"
+    )
+    assert done.returncode == 0 and done.stdout and "cpu kernels" in done.stderr, done.stderr
+    where = run_installed(installed, "python", "-c", "import birkhoff; print(birkhoff.__file__)")
+    assert str(installed) in where.stdout
+
+
+def test_the_other_project_s_package_is_noticed(installed):
+    """Its files next to ours are reported; once it has replaced our package's first file, the command still says so."""
+    (package,) = (installed / "lib").glob("python*/site-packages/birkhoff")
+    other = package.parent / "birkhoff-0.0.5.dist-info"
+    other.mkdir()
+    done = run_installed(installed, "birkhoff", "--version")
+    assert (
+        done.returncode == 0 and "birkhoff-0.0.5" in done.stderr and "pip uninstall birkhoff" in done.stderr
+    )
+    ours = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text("")
+    done = run_installed(installed, "birkhoff", "--version")
+    (package / "__init__.py").write_text(ours)
+    other.rmdir()
+    assert done.returncode == 1 and "pip uninstall birkhoff" in done.stderr and "Traceback" not in done.stderr
+    assert not run_installed(installed, "birkhoff", "--version").stderr
+
+
+def test_without_numba_one_line_says_what_to_install(installed):
+    code = (
+        "import sys, importlib.util; sys.modules['numba'] = None; importlib.util.find_spec = lambda name: None\n"
+        "from birkhoff.cli.main import run; run(['generate', 'hi', '--max-tokens', '1'])"
+    )
+    done = run_installed(installed, "python", "-c", code)
+    assert done.returncode == 0 and "reference kernels" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if "pip install numba" in line]) == 1
+
+
+def test_hints_name_this_distribution_and_its_extras():
+    """`pip install birkhoff` would install another project's package."""
+    extras = set(PROJECT["optional-dependencies"])
+    found = 0
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name, extra in re.findall(
+            r"(?:pip install|install) ['\"]?(birkhoff[\w-]*|\.)\[(\w+)\]", path.read_text()
+        ):
+            found += 1
+            assert name in ("birkhoff-v4", ".") and extra in extras, (path, name, extra)
+        assert not re.search(r"pip install ['\"]?birkhoff(?!-v4)", path.read_text()), path
+    assert found > 4
+    table = (ROOT / "docs" / "install.md").read_text()
+    assert all(f"`{extra}`" in table for extra in extras)

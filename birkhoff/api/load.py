@@ -453,6 +453,12 @@ def _report(
     prefix = f"of {cache.pages} pages" if cache.prefix_bytes else "off"
     experts = "" if placed is None else f"; {placed.budget}"
     requests = "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
+    if run.device.type == "cpu" and options.kernels == "auto" and not jit.AVAILABLE:
+        print(
+            "birkhoff: numba is missing, so the CPU kernels run uncompiled and decoding is many times slower. "
+            "Install it: pip install numba",
+            file=sys.stderr,
+        )
     print(
         f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
         f"{run.numerics.kernels.name} kernels; {requests} of up to {cache.context} tokens, "

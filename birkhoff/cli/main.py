@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+import birkhoff
 from birkhoff.cli.terminal import print_error, print_status
 from birkhoff.cli.vllm_flags import adopt_environment, translate
 from birkhoff.errors import BirkhoffError, OptionError
@@ -20,6 +21,13 @@ from birkhoff.errors import BirkhoffError, OptionError
 
 def main() -> None:
     """Console script: install the Ctrl-C handler, run the command and exit."""
+    if not hasattr(birkhoff, "_HOMES"):
+        print_error(
+            "installation",
+            f"{birkhoff.__file__} belongs to another project's package birkhoff. Remove it and repair this one: "
+            "pip uninstall birkhoff && pip install --force-reinstall --no-deps birkhoff-v4",
+        )
+        sys.exit(1)
     # OpenMP threads that wait by spinning take the core from the thread they wait for when the machine is busy: nano
     # then decodes several times slower. Read by libgomp when PyTorch is imported.
     if "GOMP_SPINCOUNT" not in os.environ:

@@ -195,13 +195,69 @@ def _check_model_type(raw: dict[str, Any]) -> None:
     seen = raw.get("model_type")
     if seen == "deepseek_v4":
         return
-    if seen in ("deepseek_v41", "deepseek_v4_1") or "text_config" in raw:
-        raise UnsupportedModel(
-            f"model_type is {seen!r}: DeepSeek-V4.1 has another architecture (delayed mHC, Engram, "
-            "shared compressed KV) and is not supported. Use a V4-Flash or V4-Pro checkpoint."
-        )
+    text = raw.get("text_config")
+    inner = text.get("model_type") if isinstance(text, dict) else None
+    if any(str(name).startswith(("deepseek_v41", "deepseek_v4_1")) for name in (seen, inner)):
+        raise UnsupportedModel(_v41_refusal(raw))
     raise UnsupportedModel(
         f"model_type is {seen!r}, expected 'deepseek_v4'. This is not a DeepSeek-V4 checkpoint."
+    )
+
+
+# Parts that DeepSeek-V4.1 has and this model lacks: fields of its config that announce the part, and the part. A field
+# that is absent from a config does not name its part; those without fields are part of every V4.1 model.
+_V41_PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        (),
+        "delayed mHC: the read-in weights of a sublayer are used by the next one, and the last ones replace hc_head",
+    ),
+    ((), "queries without the RMS norm of every head"),
+    (("compress_ratios",), "compression by 2 and by 1 without position bias or overlap (compress_ratios {})"),
+    (
+        ("kv_source_layer_ids", "kv_source_layers"),
+        "compressed keys of layers {} used by the layers after them",
+    ),
+    (
+        ("index_source_layer_ids", "index_source_layers"),
+        "index keys from the compressed latent, of layers {}",
+    ),
+    (
+        ("candidate_source_layer_id", "candidate_source_layer"),
+        "a pool of candidate blocks, scored in layer {}",
+    ),
+    (("engram_layer_ids",), "Engram: hashed n-gram tables added to the streams before layers {}"),
+    (("weight_block_size",), "FP8 weights in blocks of {}"),
+    (("dspark_target_layer_ids",), "a DSpark drafter on layers {}"),
+    (("vision_config",), "the vision tower and its router biases"),
+)
+
+
+def _v41_refusal(raw: dict[str, Any]) -> str:
+    """Why a V4.1 config is refused: its size, and each part of it that this model lacks."""
+    fields_of: dict[str, Any] = dict(raw)
+    for name in ("quantization_config", "text_config"):
+        if isinstance(raw.get(name), dict):
+            fields_of |= raw[name]
+    sizes = [
+        f"{fields_of[name]} {word}"
+        for name, word in (
+            ("num_hidden_layers", "layers"),
+            ("hidden_size", "wide"),
+            ("n_routed_experts", "experts"),
+        )
+        if name in fields_of
+    ]
+    parts = []
+    for names, part in _V41_PARTS:
+        found = next((fields_of[name] for name in names if fields_of.get(name) is not None), None)
+        if names and found is None:
+            continue
+        shown = sorted(set(found)) if "compress_ratios" in names and isinstance(found, list) else found
+        parts.append(part.format(", ".join(map(str, shown)) if isinstance(shown, list) else shown))
+    numbered = "; ".join(f"({number}) {part}" for number, part in enumerate(parts, 1))
+    return (
+        f"this is DeepSeek-V4.1{' (' + ', '.join(sizes) + ')' if sizes else ''}, which has parts that V4 lacks and "
+        f"that are not built here: {numbered}. Use a V4-Flash or V4-Pro checkpoint."
     )
 
 

@@ -211,7 +211,9 @@ def _plan_run(options: EngineOptions, checkpoint: Checkpoint) -> RunPlan:
     packed = _runs_packed(options, kernels, checkpoint)
     # Packed decoding on a GPU has no kernels for draft tokens: speculation is off there unless it is requested.
     speculative = False if packed and on_gpu and options.speculative == "auto" else options.speculative
-    speculation = parse_speculation(speculative, checkpoint.has_mtp, options.batch_invariant)
+    speculation = parse_speculation(
+        speculative, checkpoint.has_mtp, options.batch_invariant, checkpoint.drafter
+    )
     on_cpu = options.dtype == "auto" and device.type == "cpu"
     dtype = torch.float32 if on_cpu else _DTYPES.get(options.dtype, torch.bfloat16)
     numerics = Numerics(dtype, options.numerics == "released", select(kernels))

@@ -224,9 +224,10 @@ class SpeculationOptions:
 
 
 def parse_speculation(
-    speculative: str | bool | int, has_mtp: bool, batch_invariant: bool
+    speculative: str | bool | int, has_mtp: bool, batch_invariant: bool, drafter: str | None = None
 ) -> SpeculationOptions:
-    """`"auto"`: one draft token while it is faster; True: always; 1 to 3: always, that many."""
+    """`"auto"`: one draft token while it is faster; True: always; 1 to 3: always, that many. `drafter` describes
+    another drafter in the checkpoint, which is not run."""
     if not (speculative == "auto" or isinstance(speculative, bool) or speculative in DRAFT_DEPTHS):
         raise OptionError(f"speculative is {quoted(speculative)}, expected 'auto', True, False, 1, 2 or 3.")
     if speculative is False:
@@ -234,6 +235,8 @@ def parse_speculation(
     reason = None
     if not has_mtp:
         reason = "this checkpoint has no MTP block to guess with"
+        if drafter is not None:
+            reason += f", but {drafter}"
     elif batch_invariant:
         reason = "batch_invariant computes every token by itself, and guesses are computed beside one"
     if speculative == "auto":

@@ -18,6 +18,9 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import CheckpointError, TensorMissing, TensorUnexpected, UnsupportedModel
+from birkhoff.small_file import read_json
+from birkhoff.weights.drafter import describe as describe_drafter
+from birkhoff.weights.drafter import is_drafter
 from birkhoff.weights.gguf import open_gguf
 from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.safetensors import TensorEntry, read_rows
@@ -25,7 +28,6 @@ from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error, 
 from birkhoff.weights.tensor_names import from_transformers
 from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor
 
-_DRAFTER = ("main_proj", "markov_head", "confidence_head")
 _V41 = re.compile(r"(^|\.)(engram|vision|aligner)|gate\.bias_vl$")
 _MAX_MISSING = 1000  # stop counting here: a config of impossible size would make the walk endless
 
@@ -58,6 +60,7 @@ class Checkpoint(Mapping[str, TensorRef]):
         self.tokenizer_json = tokenizer_json
         self.scales = scales or {}
         self.chat_texts = chat_texts
+        self.drafter: str | None = None  # a DSpark drafter in the files, and what it would need
         self._tensors = tensors
 
     @property
@@ -118,15 +121,19 @@ def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> C
             f"{path.name} is neither a safetensors nor a GGUF file. Give the directory that holds config.json and "
             "the safetensors files, or a GGUF file."
         )
-    config = V4Config.from_file((path if path.is_dir() else path.parent) / "config.json")
+    folder = path if path.is_dir() else path.parent
+    config = V4Config.from_file(folder / "config.json")
     notices = [f"config.json has the unknown key {key!r}; it was not used." for key in config.unknown]
     shards = read_shards(path, on_error)
     notices += shards.notices
     entries, dialect = _translate(shards.tensors, on_error)
-    config = _select_mtp(entries, config, notices)
+    drafter = describe_drafter(entries, read_json(folder / "config.json")) if is_drafter(entries) else None
+    config = _select_mtp(entries, config, notices, drafter)
     refs = SafetensorsRefs(entries)
     check_layout(config, refs, on_error)
-    return Checkpoint(path, config, dialect, refs, notices, shards.files)
+    checkpoint = Checkpoint(path, config, dialect, refs, notices, shards.files)
+    checkpoint.drafter = drafter
+    return checkpoint
 
 
 def is_gguf(path: Path) -> bool:
@@ -210,7 +217,8 @@ def _translate(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> tuple[
     if foreign:
         raise UnsupportedModel(
             f"the files hold {join_names(foreign)}: this is DeepSeek-V4.1, which has another architecture "
-            "and is not supported. Use a V4-Flash or V4-Pro checkpoint."
+            "and is not supported. Use a V4-Flash or V4-Pro checkpoint; its own config.json names the parts that are "
+            "missing here."
         )
     modules = [name for name in stored if ".self_attn." in name]
     if modules:
@@ -243,7 +251,9 @@ def _rename(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> dict[str,
     return entries
 
 
-def _select_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:
+def _select_mtp(
+    entries: dict[str, TensorEntry], config: V4Config, notices: list[str], drafter: str | None
+) -> V4Config:
     """Drop unused MTP tensors from `entries`; return the config with the number of MTP blocks present."""
 
     def drop(unwanted: Callable[[str], bool], text: str) -> None:
@@ -253,10 +263,11 @@ def _select_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list
         if names:
             notices.append(text.format(count=len(names), names=join_names(names)))
 
-    if any(name.startswith("mtp.") and any(part in name for part in _DRAFTER) for name in entries):
+    if drafter is not None:
         drop(
             lambda name: True,
-            "the files hold a DSpark drafter; its {count} tensors were skipped, the trunk is complete without it.",
+            "the files hold a DSpark drafter; its {count} tensors were skipped, and the model runs without drafts: "
+            "greedy tokens are the same.",
         )
         return replace(config, num_nextn_predict_layers=0)
     drop(

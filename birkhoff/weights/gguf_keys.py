@@ -105,11 +105,15 @@ def check_architecture(keys: Mapping[str, Any], label: str) -> None:
         raise UnsupportedModel(f"{label} has the architecture {seen!r}, the old stub dialect. {STUB_ADVICE}")
     if seen == "dflash":
         raise UnsupportedModel(
-            f"{label} holds a DSpark drafter (architecture 'dflash'), not a model. Give the trunk's file."
+            f"{label} holds a DSpark drafter (architecture 'dflash'), not a model, and drafters are not run here: they "
+            "need the stream means after three target layers, attention in both directions over a block, and a Markov "
+            "head. Give the trunk's file; its greedy tokens are the same."
         )
     if seen == "deepseek41":
         raise UnsupportedModel(
-            f"{label} is DeepSeek-V4.1, which has another architecture and is not supported. Use a V4 file."
+            f"{label} is DeepSeek-V4.1, which has parts that V4 lacks and that are not built here: delayed mHC "
+            "without hc_head, compressed and index keys shared between layers, compression by 2 and by 1, Engram "
+            "tables, a pool of candidate blocks. Use a V4 file."
         )
     raise UnsupportedModel(
         f"{label} has the architecture {quoted(seen)}, expected {ARCHITECTURE!r}. This is not a DeepSeek-V4 file."

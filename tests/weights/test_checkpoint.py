@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from birkhoff.api.load import load
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.convert.synth import synth
@@ -19,6 +20,7 @@ from birkhoff.errors import (
     BirkhoffError,
     CheckpointError,
     ConfigError,
+    OptionError,
     TensorDtype,
     TensorMissing,
     TensorShape,
@@ -138,7 +140,9 @@ def test_copies_of_the_tables_inside_mtp_are_skipped(broken):
     assert checkpoint.has_mtp and "mtp.0.head.weight" not in checkpoint
 
 
-def test_a_dspark_drafter_is_skipped(broken):
+def test_a_dspark_drafter_is_skipped_and_its_parts_are_named(broken, tmp_path):
+    untouched = shutil.copytree(broken, tmp_path / "untouched")
+
     def drafter(tensors):
         for name in [name for name in tensors if name.startswith("mtp.0.")]:
             for stage in (1, 2):
@@ -150,13 +154,38 @@ def test_a_dspark_drafter_is_skipped(broken):
         tensors["mtp.2.confidence_head.proj.weight"] = torch.zeros(1, 72)
 
     edit(
-        edit_config(broken, num_nextn_predict_layers=3, compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0]),
+        edit_config(
+            broken,
+            num_nextn_predict_layers=3,
+            compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0],
+            dspark_target_layer_ids=[3, 4, 5],
+            dspark_block_size=5,
+            dspark_noise_token_id=9,
+            dspark_markov_rank=8,
+        ),
         drafter,
     )
     checkpoint = open_checkpoint(broken)
     assert not checkpoint.has_mtp and checkpoint.config.num_nextn_predict_layers == 0
     assert not any(name.startswith("mtp.") for name in checkpoint)
-    assert len(checkpoint.notices) == 1 and "DSpark drafter" in checkpoint.notices[0]
+    (notice,) = [text for text in checkpoint.notices if "unknown key" not in text]
+    assert "DSpark drafter" in notice and "greedy tokens are the same" in notice
+    assert checkpoint.drafter is not None and checkpoint.drafter.startswith("a DSpark drafter of 3 stages")
+    for part in (
+        "main_proj: the stream means after layers 3, 4, 5",
+        "block of 5 positions",
+        "markov_head",
+        "confidence",
+    ):
+        assert part in checkpoint.drafter
+    sampling = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    options = {"kernels": "reference", "cache_bytes": 2**22, "max_context": 256}
+    with load(broken, **options) as engine:  # runs without it
+        tokens = engine.generate([5, 80, 3], **sampling).token_ids
+    with pytest.raises(OptionError, match=r"but a DSpark drafter of 3 stages\. Not supported: main_proj"):
+        load(broken, **options, speculative=True)
+    with load(untouched, **options, speculative=True) as engine:  # the same trunk with its MTP block
+        assert engine.generate([5, 80, 3], **sampling).token_ids == tokens
 
 
 def test_mtp_that_is_absent_or_not_wanted(broken, tmp_path):
@@ -330,6 +359,55 @@ def test_other_models_are_refused_by_name(broken):
     refuse(broken, UnsupportedModel, r"DeepSeek-V4\.1")
     edit_config(broken, model_type="deepseek_v41")
     refuse(broken, UnsupportedModel, r"DeepSeek-V4\.1")
+
+
+V41 = {
+    "architectures": ["DeepseekV41ForConditionalGeneration"],
+    "model_type": "deepseek_v41",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "n_routed_experts": 384,
+        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0, 0, 0],
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "candidate_source_layer_id": 20,
+        "engram_layer_ids": [1, 14],
+        "dspark_target_layer_ids": [37, 38, 39],
+    },
+    "vision_config": {"num_hidden_layers": 32},
+}
+
+
+def test_a_config_of_v41_is_recognised_and_each_missing_part_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(V41))
+    with pytest.raises(UnsupportedModel) as refused:
+        load(tmp_path)
+    text = str(refused.value)
+    assert "this is DeepSeek-V4.1 (40 layers, 5120 wide, 384 experts)" in text
+    for part in (
+        "(1) delayed mHC",
+        "queries without the RMS norm",
+        "(compress_ratios 0, 1, 2)",
+        "compressed keys of layers 2, 8, 14, 20",
+        "index keys from the compressed latent, of layers 2, 8, 14, 20, 24, 28, 32, 36",
+        "scored in layer 20",
+        "Engram: hashed n-gram tables added to the streams before layers 1, 14",
+        "blocks of 32, 32",
+        "a DSpark drafter on layers 37, 38, 39",
+        "(10) the vision tower",
+    ):
+        assert part in text, part
+    bare = {"model_type": "deepseek_v41"}
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    with pytest.raises(UnsupportedModel, match="delayed mHC") as refused:
+        load(tmp_path)
+    assert "Engram" not in str(refused.value)  # not announced by this config
+
+
+def test_other_model_types_are_refused_by_name(broken):
     edit_config(broken, model_type="deepseek_v3")
     refuse(broken, UnsupportedModel, "'deepseek_v3', expected 'deepseek_v4'")
     edit_config(broken, model_type=...)

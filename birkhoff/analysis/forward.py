@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff.analysis.sae_rows import text_ids
 from birkhoff.errors import SiteError, quoted
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.plan import Edit, Plan, Span
@@ -50,9 +51,10 @@ def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], 
 def features(
     engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | None, steer: Any
 ) -> list[list[Feature]]:
-    """Run the prompt and return the `k` strongest features of an attached SAE for each token."""
+    """Run the prompt and return the `k` strongest features of an attached SAE for each token of it, the begin-of-text
+    token included if the dictionary expects it."""
     probe, plan, sae = engine.saes.probe(name, k, at)
-    ids = engine.prompt_ids(prompt)
+    ids = text_ids(engine, sae, prompt)
     with torch.no_grad():
         tokens = torch.tensor(ids, device=engine.model.device)
         engine.model(tokens, edit_tap(engine, steer, ids, (plan,)))

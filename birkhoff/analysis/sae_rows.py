@@ -20,6 +20,7 @@ from birkhoff.errors import OptionError, quoted
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.sae.dictionary import Sae
     from birkhoff.text.prompts import Prompt
 
 STREAM_VIEWS = ("flat", "per_stream", "read", "mean")
@@ -68,6 +69,26 @@ def view_rows(rows: torch.Tensor, view: str) -> torch.Tensor:
         "per_stream": lambda: rows.flatten(0, 1),
         "mean": lambda: rows.mean(1),
     }[view]()
+
+
+def begin_token(engine: Engine) -> int | None:
+    """The token that stands before a text: what the tokenizer puts there, else what the model's config names."""
+    token = engine.config.bos_token_id
+    raw = getattr(engine.config, "raw", {})
+    return token if token is not None else raw.get("bos_token_id")
+
+
+def text_ids(engine: Engine, sae: Sae, text: Prompt) -> list[int]:
+    """The tokens of a text as the dictionary was trained on them: with or without the begin-of-text token, as its
+    `prepend_bos` says. Token ids are taken as they are."""
+    ids = engine.prompt_ids(text)
+    wanted, begin = sae.metadata.get("prepend_bos"), begin_token(engine)
+    if not isinstance(text, str) or not isinstance(wanted, bool) or begin is None:
+        return ids
+    present = ids[:1] == [begin]
+    if wanted and not present:
+        return [begin, *ids]
+    return ids[1:] if present and not wanted and len(ids) > 1 else ids
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.sae.dictionary import Sae
 
 app = typer.Typer(
     no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
@@ -29,7 +30,10 @@ app = typer.Typer(
 MAX_REQUESTS = 8
 Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.", show_default=False)]
 Directory = Annotated[
-    Path, typer.Argument(help="Directory of an SAE, or nano for its own.", show_default=False)
+    Path,
+    typer.Argument(
+        help="Directory of an SAE, nano for its own, or the name of a published one.", show_default=False
+    ),
 ]
 Hook = Annotated[
     str | None, typer.Option(help="Hook of its rows, if the SAE does not name it.", show_default=False)
@@ -133,12 +137,13 @@ def evaluate(
     """Measure explained variance, active features per row, dead share, and the model loss recovered."""
     load_options, _ = split_options(options)
     from birkhoff.analysis.sae_quality import loss_recovered, row_quality
+    from birkhoff.analysis.sae_rows import begin_token
     from birkhoff.sae.dictionary import Sae
 
     with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        sequences = [ids[:most_tokens] for ids in _token_ids(engine, texts)][:limit]
-        excluded = [token for token in (engine.config.bos_token_id,) if token is not None]
+        sequences = [ids[:most_tokens] for ids in _token_ids(engine, texts, sae)][:limit]
+        excluded = [token for token in (begin_token(engine),) if token is not None]
         quality, _ = row_quality(engine, sae, sequences)
         loss = loss_recovered(engine, sae, sequences, excluded)
     result = {**quality.to_json(), **loss.to_json()}
@@ -179,12 +184,18 @@ def features_of(
     from birkhoff.embedded import dictionary_path
     from birkhoff.sae.dictionary import Sae
 
+    own = dictionary_path(directory)
+    if write and not own.exists():
+        raise OptionError(
+            f"--write needs an SAE in a directory of your own, and {directory} is none. Import it first."
+        )
+
     with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        sequences = list(_token_ids(engine, texts))[:limit]
+        sequences = list(_token_ids(engine, texts, sae))[:limit]
         entries = explain(engine, sae, sequences, feature or None, contexts=contexts)
     if write:
-        path = save_features(entries, dictionary_path(directory))
+        path = save_features(entries, own)
         print_status(f"{len(entries)} features in {path}")
     if json:
         typer.echo(json_module.dumps({str(index): entry.to_json() for index, entry in entries.items()}))
@@ -244,6 +255,12 @@ def _copy(
     )
 
 
-def _token_ids(engine: Engine, path: Path) -> Iterator[list[int]]:
+def _token_ids(engine: Engine, path: Path, sae: Sae | None = None) -> Iterator[list[int]]:
+    """The tokens of every text of a file, begun as the dictionary expects it."""
+    from birkhoff.analysis.sae_rows import text_ids
+
     for text in read_texts(path):
-        yield engine.prompt_ids(text) if isinstance(text, str) else engine.encode_chat(text)
+        if not isinstance(text, str):
+            yield engine.encode_chat(text)
+        else:
+            yield engine.prompt_ids(text) if sae is None else text_ids(engine, sae, text)

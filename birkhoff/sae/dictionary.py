@@ -229,9 +229,9 @@ class Sae:
 
         `centered` and `input_scale` say what some files of SAELens leave out: that rows had their mean removed, and
         the factor they were multiplied by. Published dictionaries bring them."""
-        from birkhoff.sae.files import load_one  # files.py imports this module
+        from birkhoff.sae.files import load_named, only_one  # files.py imports this module
 
-        return load_one(path, hook, layer, view, spread, centered, input_scale)
+        return only_one(load_named(path, hook, layer, view, spread, centered, input_scale), path)
 
     def save(self, path: str | Path, layout: str = "saelens") -> Path:
         """Write a directory in the layout `saelens` or `manifest` (our own); returns the directory."""

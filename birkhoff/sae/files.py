@@ -75,24 +75,29 @@ def load_all(
     )
 
 
-def load_one(
+def load_named(
     name: str | Path,
-    hook: str | None,
-    layer: int | None,
-    view: str | None,
-    spread: str | None,
+    hook: str | None = None,
+    layer: int | None = None,
+    view: str | None = None,
+    spread: str | None = None,
     centered: bool | None = None,
     input_scale: float | None = None,
-) -> Sae:
+) -> list[Sae]:
+    """All dictionaries at a path or of a name; a published one brings what its files do not say."""
     path, release = locate_sae(name)
     if release is not None:
         centered = (release.centered or None) if centered is None else centered
         input_scale = release.input_scale if input_scale is None else input_scale
-    saes = load_all(path, hook, layer, view, spread, centered, input_scale)
+    return load_all(path, hook, layer, view, spread, centered, input_scale)
+
+
+def only_one(saes: list[Sae], name: str | Path) -> Sae:
+    """The one dictionary among those found under a name."""
     if len(saes) > 1:
         sites = ", ".join(f"{sae.hook}[{sae.layer}]" for sae in saes)
         raise SaeError(
-            f"{path} holds dictionaries for {len(saes)} sites ({sites}). Say which: hook= and layer=."
+            f"{name} holds dictionaries for {len(saes)} sites ({sites}). Say which: hook= and layer=."
         )
     return saes[0]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from birkhoff.embedded import dictionary_path
 from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.digest import combine
 from birkhoff.hooks.plan import Key
@@ -23,7 +22,7 @@ from birkhoff.option_checks import check_int
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import ResolvedSae, SaeReconstruct, SaeSet, check_together
 from birkhoff.sae.feature_probe import Probe, ProbePlan
-from birkhoff.sae.files import load_all
+from birkhoff.sae.files import load_named, locate_sae
 from birkhoff.sae.registry import Attached, SaeRegistry, SaeReservation, Written
 from birkhoff.sae.sae_manifest import clampable_features
 
@@ -65,13 +64,12 @@ class SaeResolver:
         features: Iterable[int | str] | None = None,
         replace: bool = False,
     ) -> Attachment:
-        """Attach a dictionary, several for several sites, the path of their files, or the name of a model that has
-        one."""
+        """Attach a dictionary, several for several sites, the path of their files, the name of a published one, or the
+        name of a model that has one."""
         saes = sae
         if isinstance(sae, (str, Path)):
-            path = dictionary_path(sae)
-            saes = load_all(path)
-            features = clampable_features(path) if features is None else features
+            saes = load_named(sae)
+            features = clampable_features(locate_sae(sae)[0]) if features is None else features
         if replace:
             self._check_not_in_tier(name)
         return Attachment(self.registry, self.registry.attach(name, saes, kind, features, replace))

@@ -1,8 +1,8 @@
 """T-SAE-8: a Gemma Scope file on one site of a small model, pure reconstruction and a clamped feature.
 
-Real weights are read if `BIRKHOFF_GEMMA_SCOPE` is the path of a `params.npz`; the same checks also run on a file of
-that layout with random numbers. The model is random and as wide as the dictionary. The rows of the site are compared
-with float64 arithmetic on the arrays of the file.
+Real weights are read if `BIRKHOFF_GEMMA_SCOPE` is the path or name of a Gemma Scope dictionary; the same checks also
+run on a file of that layout with random numbers. The model is random and as wide as the dictionary. The rows of the
+site are compared with float64 arithmetic on the arrays of the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from birkhoff.hooks.schema import schema_of
 from birkhoff.hooks.tap import NoTap, RecordingTap
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
+from birkhoff.sae.files import locate_sae
 from birkhoff.sae.registry import SaeRegistry
 from tests.models import random_model, random_tokens, variant
 
@@ -91,7 +92,8 @@ def test_t_sae_8_on_a_file_of_the_same_layout(tmp_path):
 
 
 @pytest.mark.weights
-@pytest.mark.skipif(REAL is None, reason="needs BIRKHOFF_GEMMA_SCOPE, the path of a Gemma Scope params.npz")
+@pytest.mark.skipif(REAL is None, reason="needs BIRKHOFF_GEMMA_SCOPE, a Gemma Scope dictionary")
 def test_t_sae_8_on_gemma_scope():
     assert REAL is not None
-    check(Path(REAL))
+    path = locate_sae(REAL)[0]
+    check(path / "params.npz" if path.is_dir() else path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -25,7 +25,15 @@ from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import shipped_vectors
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import CachePlan, MemoryBudget, default_cache_bytes, plan_budget, plan_cache
+from birkhoff.engine.memory_plan import (
+    CachePlan,
+    HostBudget,
+    MemoryBudget,
+    default_cache_bytes,
+    plan_budget,
+    plan_cache,
+    plan_host,
+)
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
@@ -47,6 +55,7 @@ from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.locate import locate
+from birkhoff.weights.mapped_experts import MappedFiles, map_experts
 from birkhoff.weights.weight_loader import load_into
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -94,9 +103,10 @@ def load(
     checkpoint = open_checkpoint(path)
     _check_context(chosen, checkpoint)
     run = _plan_run(chosen, checkpoint)
-    network, placed = _build_model(chosen, checkpoint, run)
+    network, memory = _build_model(chosen, checkpoint, run)
+    placed = memory if isinstance(memory, PlacedExperts) else None
     _load_weights(network, checkpoint, run, progress)
-    cache_bytes = _cache_bytes(chosen, run, placed)
+    cache_bytes = memory.cache_bytes if isinstance(memory, HostBudget) else _cache_bytes(chosen, run, placed)
     cache = plan_cache(
         checkpoint.config,
         run.numerics.dtype.itemsize,
@@ -109,7 +119,7 @@ def load(
     tokenizer = _load_tokenizer(checkpoint)
     core = _build_core(chosen, run, network, placed, cache)
     _warm_up(core)
-    _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
+    _report(str(model), chosen, checkpoint, run, memory, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
     chat = None if tokenizer is None else V4Chat(tokenizer, texts, checkpoint.config.max_position_embeddings)
     engine = _make_engine(core, tokenizer, chat, model, chosen)
@@ -286,13 +296,11 @@ def _stored_packed(checkpoint: Checkpoint) -> bool:
 
 def _build_model(
     options: EngineOptions, checkpoint: Checkpoint, run: RunPlan
-) -> tuple[Transformer, PlacedExperts | None]:
-    """The model with uninitialised weights on its device, and its expert store when experts are divided."""
+) -> tuple[Transformer, PlacedExperts | HostBudget | None]:
+    """The model with uninitialised weights on its device, and its memory: its expert store when experts are divided, or
+    the plan of a model on the CPU. Mapped experts need no further loading."""
     on_gpu = run.numerics.kernels.on_gpu
-    with torch.device("meta"):
-        network = Transformer(checkpoint.config, run.numerics, run.packed and on_gpu, mtp=run.with_mtp)
-        if run.packed and not on_gpu:
-            network.store_as(_stored_types(checkpoint))
+    network = _meta_model(checkpoint, run)
     placed = None
     if run.packed and on_gpu:
         placed = place_experts(
@@ -305,14 +313,51 @@ def _build_model(
             options.max_requests,
             options.max_context,
         )
-    elif not options.placement.is_default:
+    elif not replace(options.placement, mapped=False).is_default or (on_gpu and options.placement.mapped):
         raise OptionError(
             "experts, gpu_memory and expert_counts place FP4 experts between a CUDA device and host memory: they need "
             "a checkpoint in the released formats, Triton kernels and plain numerics. Leave them out here."
         )
     if placed is not None:
         network.use_expert_store(placed.store)
-    return network.allocate(run.device).eval(), placed
+    if run.device.type != "cpu" or placed is not None:
+        return network.allocate(run.device).eval(), placed
+    budget = plan_cpu(options, network, free_host_bytes())
+    if budget.mapped:
+        files = MappedFiles()
+        for prefix, stack in network.named_expert_stacks():
+            stack.map_files(map_experts(checkpoint, prefix, stack.count, files))
+    return network.allocate(run.device).eval(), budget
+
+
+def _meta_model(checkpoint: Checkpoint, run: RunPlan) -> Transformer:
+    """The model without memory, in the form in which it will hold its weights."""
+    on_gpu = run.numerics.kernels.on_gpu
+    with torch.device("meta"):
+        network = Transformer(checkpoint.config, run.numerics, run.packed and on_gpu, mtp=run.with_mtp)
+        if run.packed and not on_gpu:
+            network.store_as(_stored_types(checkpoint))
+    return network
+
+
+def host_budget(checkpoint: Checkpoint, options: EngineOptions, host_bytes: int) -> HostBudget:
+    """The plan that `load` carries out for a checkpoint on a CPU with `host_bytes` of free memory."""
+    _check_context(options, checkpoint)
+    return plan_cpu(options, _meta_model(checkpoint, _plan_run(options, checkpoint)), host_bytes)
+
+
+def plan_cpu(options: EngineOptions, network: Transformer, host_bytes: int) -> HostBudget:
+    """The memory plan of a model on the CPU, which need not have memory yet."""
+    placement = options.placement
+    if placement.mapped and not all(stack.packed for stack in network.expert_stacks()):
+        raise OptionError(
+            "experts is 'mapped', which needs experts that kernels read as stored: a C++ compiler, Numba, plain "
+            "numerics, and gate and up of one type. Use 'auto'."
+        )
+    mapped = True if placement.mapped else False if placement.all_on_device else None
+    return plan_host(
+        network, host_bytes, options.cache_bytes, options.max_requests, options.max_context, mapped
+    )
 
 
 def place_experts(
@@ -367,7 +412,8 @@ def place_experts(
 def _load_weights(
     network: Transformer, checkpoint: Checkpoint, run: RunPlan, progress: Callable[[int, int], None] | None
 ) -> None:
-    skip = () if run.with_mtp else ("mtp.",)
+    skip: tuple[str, ...] = () if run.with_mtp else ("mtp.",)
+    skip += tuple(f"{name}." for name, stack in network.named_expert_stacks() if stack.mapped is not None)
     load_into(network.destinations(), checkpoint, skip=skip, progress=progress)
     install_cpu_decode(network)
     if run.numerics.kernels.name == "cpu":
@@ -445,7 +491,7 @@ def _report(
     options: EngineOptions,
     checkpoint: Checkpoint,
     run: RunPlan,
-    placed: PlacedExperts | None,
+    memory: PlacedExperts | HostBudget | None,
     cache: CachePlan,
     cache_bytes: int,
 ) -> None:
@@ -453,7 +499,10 @@ def _report(
     for notice in checkpoint.notices:
         print(f"birkhoff: {notice}", file=sys.stderr)
     prefix = f"of {cache.pages} pages" if cache.prefix_bytes else "off"
-    experts = "" if placed is None else f"; {placed.budget}"
+    experts = f"; {memory.budget}" if isinstance(memory, PlacedExperts) else ""
+    if isinstance(memory, HostBudget) and memory.mapped:
+        experts = f"; {memory}"
+    weights = ", weights as stored" if run.packed else ""
     requests = "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
     if run.device.type == "cpu" and options.kernels == "auto" and not jit.AVAILABLE:
         print(
@@ -463,7 +512,7 @@ def _report(
         )
     print(
         f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
-        f"{run.numerics.kernels.name} kernels; {requests} of up to {cache.context} tokens, "
+        f"{run.numerics.kernels.name} kernels{weights}; {requests} of up to {cache.context} tokens, "
         f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
         file=sys.stderr,
     )

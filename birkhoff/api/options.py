@@ -90,7 +90,8 @@ class EngineOptions:
     experts: str | int | float = option(
         "auto",
         "Routed experts kept on the GPU: auto (as many as fit), device (all), host (none), a share such as 0.5, "
-        "or bytes such as 20GiB. The others stay in host memory.",
+        "or bytes such as 20GiB. The others stay in host memory. On a CPU: auto, device (all in memory), or mapped "
+        "(they stay in their files; auto does so if they do not fit).",
     )
     gpu_memory: str | int | None = option(
         None, "GPU memory the whole model may use, such as 24GiB.", "what is free"
@@ -251,6 +252,7 @@ class PlacementOptions:
     """Where experts go. `share` and `expert_bytes` are None unless requested; `all_on_device` refuses a partial fit."""
 
     all_on_device: bool = False
+    mapped: bool = False
     share: float | None = None
     expert_bytes: int | None = None
     gpu_memory: int | None = None
@@ -260,7 +262,7 @@ class PlacementOptions:
     def is_default(self) -> bool:
         """Whether a model whose experts cannot be placed satisfies these options too."""
         requested = (self.share, self.expert_bytes, self.gpu_memory, self.counts_file)
-        return all(value is None for value in requested)
+        return not self.mapped and all(value is None for value in requested)
 
 
 def parse_placement(experts: object, gpu_memory: object, expert_counts: object) -> PlacementOptions:
@@ -276,6 +278,8 @@ def parse_placement(experts: object, gpu_memory: object, expert_counts: object) 
     options = PlacementOptions(gpu_memory=memory, counts_file=file)
     if experts in ("auto", "device"):
         return replace(options, all_on_device=experts == "device")
+    if experts == "mapped":
+        return replace(options, mapped=True)
     if experts == "host":
         return replace(options, share=0.0)
     share = _parse_share(experts)
@@ -306,7 +310,7 @@ def _check_bytes(name: str, value: object) -> int:
     try:
         return parse_bytes(str(value))
     except OptionError:
-        more = ", 'auto', 'device', 'host' or a share such as 0.5" if name == "experts" else ""
+        more = ", 'auto', 'device', 'host', 'mapped' or a share such as 0.5" if name == "experts" else ""
         raise OptionError(f"{name} is {quoted(value)}, expected bytes such as '24GiB'{more}.") from None
 
 

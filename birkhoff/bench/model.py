@@ -19,12 +19,14 @@ import torch
 import birkhoff
 from birkhoff.bench.agreement import compare_logits, compare_tokens
 from birkhoff.bench.baselines import Baseline, OurEngine, OurModel, Tokens, Transformers
+from birkhoff.bench.llama_baseline import LlamaCpp
+from birkhoff.bench.llama_baseline import version as llama_version
 from birkhoff.bench.report import Progress, Row, check_positive, checkpoint, facts, summary, version
 from birkhoff.bench.time_shares import ClockTap, engine_shares, model_shares
 from birkhoff.bench.timing import generation_seconds, torch_threads
+from birkhoff.convert.convert import convert
 from birkhoff.errors import OptionError
 from birkhoff.model.transformer import Transformer
-from birkhoff.weights.released import write_released
 
 Speeds = dict[str, dict[str, list[float]]]  # contender -> phase -> tokens per second by round
 PHASES = ("prefill", "decode")
@@ -42,6 +44,7 @@ class ModelSetting:
     batches: tuple[int, ...] = (1, 8)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     threads: int = 2
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         check_positive(self, "prompt_tokens", "steps", "rounds", "threads")
@@ -57,10 +60,14 @@ def bench_model(
     setting: ModelSetting | None = None,
     *,
     alone: bool = False,
+    llama: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """Measure a checkpoint; by default random weights of nano's size. `alone` skips `transformers`."""
+    """Measure a checkpoint; by default random weights of nano's size. `alone` skips `transformers`. `llama` is a GGUF
+    file that llama.cpp runs in turns with ours; it is also the default of `model`."""
     setting = setting or ModelSetting()
+    if model is None and llama is not None:
+        model = llama
     if not alone and version("transformers") is None:
         raise OptionError(
             "transformers is not installed, so there is nothing to compare with. Install it, or measure "
@@ -70,7 +77,9 @@ def bench_model(
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder, torch_threads(setting.threads):
         path, model_name = checkpoint(model, folder)
         for dtype in setting.dtypes:
-            with birkhoff.load(path, device="cpu", dtype=dtype, max_requests=1) as engine:
+            with birkhoff.load(
+                path, device="cpu", dtype=dtype, max_requests=1, weights=setting.weights
+            ) as engine:
                 network, config = engine.v4_model, engine.v4_model.config
                 shape = {
                     "layers": config.num_hidden_layers,
@@ -91,14 +100,13 @@ def bench_model(
                 if not alone:
                     dense = Path(folder) / "plain"
                     if not dense.exists():  # transformers cannot read packed weights: the same in float32
-                        tensors = ((d.name, d.tensor.detach()) for d in network.destinations())
-                        write_released(dense, config, tensors, dense="f32", experts="f32")
+                        convert(path, dense, to="safetensors", dense="f32", experts="f32")
                     baseline = Transformers(dense, DTYPES[dtype])
                     yield common | _agreement(
                         engine, baseline, prompts[0], setting.steps, exact=dtype == "float32"
                     )
                 for batch in setting.batches:
-                    rows = _speeds(network, baseline, prompts[:batch], setting, report)
+                    rows = _speeds(network, baseline, llama, prompts[:batch], setting, report)
                     yield from (common | row for row in rows)
                     yield common | _shares(network, prompts[:batch], setting)
                     report()
@@ -127,6 +135,7 @@ def _agreement(
 def _speeds(
     network: Transformer,
     baseline: Transformers | None,
+    llama: str | Path | None,
     prompts: list[Tokens],
     setting: ModelSetting,
     report: Callable[[], None],
@@ -136,6 +145,10 @@ def _speeds(
     if baseline is not None:
         baseline.choose_fastest(prompts, TRIAL_STEPS)
         contenders.append(baseline)
+    rival = None
+    if llama is not None:
+        rival = LlamaCpp(Path(llama), *size, threads=setting.threads)
+        contenders.append(rival)
     speeds: Speeds = {contender.name: {phase: [] for phase in PHASES} for contender in contenders}
     for round_index in range(-1, setting.rounds):  # the first round is a warm-up
         for contender in contenders if round_index % 2 else reversed(contenders):
@@ -146,6 +159,8 @@ def _speeds(
                 speeds[contender.name]["prefill"].append(prefill)
                 speeds[contender.name]["decode"].append(decode)
         report()
+    if rival is not None:
+        rival.close()
     return [
         {
             "kind": "speed",
@@ -155,6 +170,7 @@ def _speeds(
             "rounds": setting.rounds,
             "tokens_per_second": summary(values[phase]),
             **_against(baseline, speeds, values[phase], phase, name),
+            **_against_llama(rival, speeds, values[phase], phase, name),
         }
         for phase in PHASES
         for name, values in speeds.items()
@@ -177,6 +193,18 @@ def _against(
         return {"experts_implementation": baseline.variants[phase]}
     theirs = speeds[baseline.name][phase]
     return {"times_transformers": summary([own / other for own, other in zip(values, theirs)])}
+
+
+def _against_llama(
+    rival: LlamaCpp | None, speeds: Speeds, values: Sequence[float], phase: str, name: str
+) -> Row:
+    """Speed relative to llama.cpp, or its version."""
+    if rival is None:
+        return {}
+    if name == rival.name:
+        return {"llama_cpp_python": llama_version()}
+    theirs = speeds[rival.name][phase]
+    return {"times_llama": summary([own / other for own, other in zip(values, theirs)])}
 
 
 def _shares(network: Transformer, prompts: list[Tokens], setting: ModelSetting) -> Row:

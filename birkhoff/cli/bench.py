@@ -55,16 +55,23 @@ def model(
         "bfloat16",
     ],
     alone: Annotated[bool, typer.Option("--alone", help="Do not run transformers.")] = False,
+    llama: Annotated[
+        str | None,
+        typer.Option(
+            help="GGUF file to run with llama.cpp (llama-cpp-python) in turns with ours.", show_default=False
+        ),
+    ] = None,
+    weights: Annotated[str, typer.Option(help="auto, packed or dense.")] = "auto",
     json: JsonLines = False,
 ) -> None:
     """Prefill and decode tokens per second, with transformers in the same run; fails if the outputs disagree."""
     from birkhoff.bench.model import ModelSetting, bench_model
 
-    setting = ModelSetting(prompt_tokens, steps, rounds, tuple(batch), tuple(dtype), threads)
+    setting = ModelSetting(prompt_tokens, steps, rounds, tuple(batch), tuple(dtype), threads, weights)
     rows: list[Row] = []
     as_lines = _prints_lines(json)
     with progress_bar("measuring", "rounds") as advance:
-        for row in bench_model(model, setting, alone=alone, progress=advance):
+        for row in bench_model(model, setting, alone=alone, llama=llama, progress=advance):
             rows.append(row)
             if as_lines:
                 typer.echo(json_module.dumps(row))

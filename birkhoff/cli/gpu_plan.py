@@ -1,4 +1,4 @@
-"""The memory and speed plan printed by `inspect --gpu` and `pull`."""
+"""The memory and speed plans printed by `inspect --gpu`, `inspect --ram` and `pull`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ def find_config(model: Path) -> V4Config | None:
 
 
 def plan_or_refusal(
-    config: V4Config, device_bytes: int, context: int | None, requests: int, speeds: tuple[float, float]
+    config: V4Config,
+    device_bytes: int,
+    context: int | None,
+    requests: int,
+    speeds: tuple[float, float],
+    host_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return the forecast, or `{"refused": reason}` if the model does not fit. `speeds`: device and bus bytes/s."""
     from birkhoff.engine.memory_plan import forecast
 
     try:
-        return forecast(
+        plan = forecast(
             config,
             device_bytes,
             context=context,
@@ -48,6 +53,64 @@ def plan_or_refusal(
         )
     except CapacityError as error:
         return {"refused": str(error)}
+    needed = plan["plan"]["host_bytes"]
+    if host_bytes is not None and needed > host_bytes:
+        return {
+            "refused": f"the experts beside the GPU take {format_bytes(needed)} of host memory, and "
+            f"{format_bytes(host_bytes)} are there. Give the GPU more, or use a host with more memory."
+        }
+    return plan
+
+
+def host_plan(model: Path | V4Config, host_bytes: int, context: int | None, requests: int) -> dict[str, Any]:
+    """The plan of `load` on a CPU with this much free memory, or `{"refused": reason}`. A config stands for a
+    checkpoint in the released formats."""
+    import torch
+
+    from birkhoff.api.load import host_budget, plan_cpu
+    from birkhoff.api.options import EngineOptions
+    from birkhoff.kernels.packed import TYPES
+    from birkhoff.model.linear import Numerics
+    from birkhoff.model.transformer import Transformer
+    from birkhoff.weights.checkpoint import open_checkpoint
+    from birkhoff.weights.layout import model_tensors
+
+    options = EngineOptions(device="cpu", max_requests=requests, max_context=context)
+    try:
+        if isinstance(model, V4Config):
+            stored = {"dense": TYPES["FP8"], "expert": TYPES["FP4"], "bf16": TYPES["BF16"]}
+            types = {
+                each.name: stored[each.storage] for each in model_tensors(model) if each.storage in stored
+            }
+            with torch.device("meta"):
+                network = Transformer(model, Numerics())
+                network.store_as(types)
+            budget = plan_cpu(options, network, host_bytes)
+        else:
+            budget = host_budget(open_checkpoint(model), options, host_bytes)
+    except CapacityError as error:
+        return {"refused": str(error)}
+    return {**budget.to_dict(), "requests": requests, "experts_text": str(budget)}
+
+
+def host_lines(plan: dict[str, Any]) -> list[str]:
+    """Format a plan for a CPU as text lines."""
+    if "refused" in plan:
+        return [f"ram         does not fit: {plan['refused']}"]
+    rows = [
+        ("weights without experts", plan["dense_bytes"]),
+        ("experts in memory", 0 if plan["mapped"] else plan["expert_bytes"]),
+        ("cache", plan["cache_bytes"]),
+        ("working space (allowed)", plan["working_bytes"]),
+        ("left for page cache", plan["left_bytes"]),
+    ]
+    total = plan["host_bytes"]
+    count = "1 request" if plan["requests"] == 1 else f"{plan['requests']} requests"
+    lines = [f"ram         {format_bytes(total)}: on the CPU, {count}"]
+    lines += [
+        f"            {name:<26}{format_bytes(size):>12}{100 * size / total:7.1f} %" for name, size in rows
+    ]
+    return [*lines, f"experts     {plan['experts_text']}"]
 
 
 @dataclass(frozen=True)
@@ -66,11 +129,7 @@ class DevicePlan:
         return ({"memory": memory} if memory else {}) | ({"gpu": self.forecast} if self.forecast else {})
 
     def lines(self) -> list[str]:
-        lines = [
-            _memory_line(form, estimate)
-            for form, estimate in self.memory.items()
-            if self.forecast is None or form != "stored"
-        ]
+        lines = [_memory_line(form, estimate) for form, estimate in self.memory.items()]
         return lines + (plan_lines(self.forecast) if self.forecast is not None else [])
 
 
@@ -80,6 +139,7 @@ def device_plan(
     context: int | None,
     requests: int,
     speeds: tuple[float, float],
+    host_bytes: int | None = None,
 ) -> DevicePlan:
     """Plan an inspected checkpoint for a device with this much memory; an empty plan without a device."""
     if device_bytes is None:
@@ -87,8 +147,10 @@ def device_plan(
     released = report.released_config
     forecast = None
     if released is not None:
-        forecast = plan_or_refusal(released, device_bytes, context, requests, speeds)
-    return DevicePlan(report.memory(device_bytes, context, requests), forecast)
+        forecast = plan_or_refusal(released, device_bytes, context, requests, speeds, host_bytes)
+    memory = report.memory(device_bytes, context, requests)
+    memory.pop("stored", None)  # a GPU reads only the released formats as stored, and those have a forecast
+    return DevicePlan(memory, forecast)
 
 
 def plan_lines(forecast: dict[str, Any]) -> list[str]:
@@ -143,8 +205,11 @@ def _memory_line(form: str, plan: MemoryEstimate) -> str:
     target = f"memory      {form} on {format_bytes(plan.device_bytes)}"
     if not plan.fits:
         return f"{target}: does not fit even without experts ({fixed})"
-    share = 100 * plan.experts_resident / max(plan.experts, 1)
+    if plan.experts_resident < plan.experts:
+        return (
+            f"{target}: does not fit: {fixed}, experts {format_bytes(plan.expert_bytes)}, which are divided between "
+            "GPU and host only in the released formats"
+        )
     return (
-        f"{target}: {fixed}; {plan.experts_resident} of {plan.experts} experts "
-        f"({share:.0f} %) fit in addition, {format_bytes(plan.left_bytes)} left"
+        f"{target}: {fixed}, experts {format_bytes(plan.expert_bytes)}; {format_bytes(plan.left_bytes)} left"
     )

@@ -52,10 +52,17 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Context length per request for --gpu, in tokens.", show_default=False)
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this much free host memory, such as 64GiB: beside --gpu, or for a CPU.",
+            show_default=False,
+        ),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Concurrent requests for --gpu.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Context length per request for a plan, in tokens.", show_default=False)
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Concurrent requests for a plan.")] = 1,
     gpu_speed: Annotated[str, typer.Option(help="GPU memory bandwidth per second for --gpu.")] = "4.3TB",
     bus_speed: Annotated[str, typer.Option(help="Host-to-GPU bandwidth per second for --gpu.")] = "55GB",
     json: Json = False,
@@ -64,7 +71,14 @@ def inspect(
     from rich.console import Console
 
     from birkhoff.byte_size import parse_bytes
-    from birkhoff.cli.gpu_plan import device_plan, find_config, plan_lines, plan_or_refusal
+    from birkhoff.cli.gpu_plan import (
+        device_plan,
+        find_config,
+        host_lines,
+        host_plan,
+        plan_lines,
+        plan_or_refusal,
+    )
     from birkhoff.weights.inspect import inspect_checkpoint
     from birkhoff.weights.locate import locate
 
@@ -75,28 +89,39 @@ def inspect(
         )
     device_bytes = parse_bytes(gpu_memory) if gpu_memory is not None else None
     speeds = float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))
+    host_bytes = parse_bytes(ram) if ram is not None else None
+    on_cpu = host_bytes is not None and device_bytes is None
     config = find_config(model)
     if config is not None:
-        if device_bytes is None:
+        if device_bytes is None and host_bytes is None:
             raise OptionError(
-                f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB"
+                f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB or --ram 64GiB"
             )
-        forecast = plan_or_refusal(config, device_bytes, context, requests, speeds)
-        typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(plan_lines(forecast)))
+        if device_bytes is None:
+            assert host_bytes is not None
+            forecast = host_plan(config, host_bytes, context, requests)
+        else:
+            forecast = plan_or_refusal(config, device_bytes, context, requests, speeds, host_bytes)
+        lines = host_lines(forecast) if on_cpu else plan_lines(forecast)
+        typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(lines))
         if "refused" in forecast:
             raise typer.Exit(1)
         return
-    report = inspect_checkpoint(locate(model))
-    plan = device_plan(report, device_bytes, context, requests, speeds)
+    path = locate(model)
+    report = inspect_checkpoint(path)
+    plan = device_plan(report, device_bytes, context, requests, speeds, host_bytes)
+    host = {}
+    if on_cpu and not report.problems:
+        assert host_bytes is not None
+        host = host_plan(path, host_bytes, context, requests)
     if json:
-        typer.echo(
-            json_module.dumps({**json_module.loads(report.to_json()), **plan.to_dict()}, ensure_ascii=False)
-        )
+        extra = plan.to_dict() | ({"host": host} if host else {})
+        typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
     else:
         print_report(report, console)
-        for line in plan.lines():
+        for line in [*plan.lines(), *(host_lines(host) if host else [])]:
             console.print(line)
-    if report.problems or plan.refused:
+    if report.problems or plan.refused or "refused" in host:
         raise typer.Exit(1)
 
 

@@ -109,7 +109,7 @@ class _ForFewRows:
     """Accepts up to `MAX_ROWS` rows while no gradient is recorded."""
 
     def accepts(self, streams: torch.Tensor) -> bool:
-        return len(streams) <= MAX_ROWS and not torch.is_grad_enabled()
+        return streams.shape[0] <= MAX_ROWS and not torch.is_grad_enabled()
 
 
 class CpuMixer(_ForFewRows):
@@ -360,7 +360,7 @@ class CpuMoE:
         self.factor = np.float32(self.gate.factor)
 
     def accepts(self, x: torch.Tensor) -> bool:
-        return len(x) <= MAX_EXPERT_ROWS and not torch.is_grad_enabled()
+        return x.shape[0] <= MAX_EXPERT_ROWS and not torch.is_grad_enabled()
 
     def __call__(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         n, k = x.shape[0], self.gate.topk

@@ -28,6 +28,7 @@ WORKING_SHARE, MAX_WORKING_BYTES = 0.06, 5 * 2**30  # allowance for activations,
 CACHE_SHARE, CACHE_TOKENS = 8, 32_768  # default cache: this context length, within an eighth of the device
 MAX_ROW_BYTES = 2**28  # cached captured rows
 DEVICE_SPEED, BUS_SPEED = 4.3e12, 55e9  # bytes per second of an H200 and of PCIe 5 x16
+MAX_HOST_WORKING_BYTES = 2**30  # the same on a CPU
 MIN_SPARE_SLOTS = 2  # expert slots without which no expert can move
 KINDS = {0: "swa", 4: "csa", 128: "hca"}  # compression ratio -> kind of layer
 FORECAST_BATCHES = (1, 8, 64)
@@ -401,6 +402,123 @@ def plan_budget(
             f"{format_bytes(device_bytes)} left. Ask for fewer experts on the device or free memory."
         )
     return MemoryBudget(device_bytes, weights.dense, cache_bytes, working, weights.expert, total, hot, spare)
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """How a model that runs on the CPU uses `host_bytes`. `mapped` experts are not part of it: they stay in their files
+    and use what is left as page cache."""
+
+    host_bytes: int
+    dense_bytes: int
+    expert_bytes: int
+    experts: int
+    cache_bytes: int
+    working_bytes: int
+    mapped: bool
+
+    @property
+    def used_bytes(self) -> int:
+        held = 0 if self.mapped else self.expert_bytes
+        return self.dense_bytes + held + self.cache_bytes + self.working_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        return self.host_bytes - self.used_bytes
+
+    def __str__(self) -> str:
+        if not self.mapped:
+            return f"{self.experts} experts in memory ({format_bytes(self.expert_bytes)})"
+        left = max(self.left_bytes, 0)
+        from_disk = " and disk" if self.expert_bytes > left else ""
+        return (
+            f"{self.experts} experts stay in their files ({format_bytes(self.expert_bytes)}), read from page cache"
+            f"{from_disk}: {format_bytes(left)} of memory are left for it"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "used_bytes": self.used_bytes, "left_bytes": self.left_bytes}
+
+
+def held_bytes(model: Transformer) -> tuple[int, int, int]:
+    """Bytes of a model's tensors without routed experts, bytes of the routed experts, and their number."""
+    dense = experts = count = 0
+    for module in model.modules():
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        size = sum(tensor.nbytes for tensor in tensors)
+        if isinstance(module, Experts):
+            experts += size
+            count += module.count
+        else:
+            dense += size
+    return dense, experts, count
+
+
+def plan_host(
+    model: Transformer,
+    host_bytes: int,
+    cache_bytes: int | None,
+    requests: int,
+    context: int | None,
+    mapped: bool | None = None,
+) -> HostBudget:
+    """Plan the memory of a model on the CPU, which may still be on the meta device.
+
+    `mapped` keeps routed experts in their files; None does so if they do not fit. Without `cache_bytes` the cache gets
+    a quarter of what the weights leave, and at least what `context` needs. Raises `CapacityError` with the numbers and
+    what would fit."""
+    config, item_bytes = model.config, model.numerics.dtype.itemsize
+    dense, experts, count = held_bytes(model)
+    working = min(int(WORKING_SHARE * host_bytes), MAX_HOST_WORKING_BYTES)
+    needed = 0
+    if context is not None:
+        needed = requests * sum(
+            context_bytes(config, min(context, config.max_position_embeddings), item_bytes).values()
+        )
+    least = max(needed, requests * (slot_bytes(config, item_bytes) + page_bytes(config, item_bytes)))
+    can_map = all(stack.packed for stack in model.expert_stacks())
+    cache = least if cache_bytes is None else cache_bytes
+    if mapped is None:
+        mapped = can_map and dense + experts + cache + working > host_bytes
+    held = dense + (0 if mapped else experts)
+    room = host_bytes - held - working
+    if cache_bytes is None:
+        cache = max(least, room // 4)
+    budget = HostBudget(host_bytes, dense, experts, count, cache, working, mapped)
+    if room < cache:
+        raise CapacityError(_host_refusal(budget, config, item_bytes, requests, can_map))
+    return budget
+
+
+def _host_refusal(budget: HostBudget, config: V4Config, item_bytes: int, requests: int, can_map: bool) -> str:
+    """What does not fit, with the numbers, and what would."""
+    experts = "" if budget.mapped else f", experts {format_bytes(budget.expert_bytes)}"
+    text = (
+        f"the model needs {format_bytes(budget.used_bytes)} of host memory (weights "
+        f"{format_bytes(budget.dense_bytes)}{experts}, cache {format_bytes(budget.cache_bytes)}, working space "
+        f"{format_bytes(budget.working_bytes)}), and {format_bytes(budget.host_bytes)} are free."
+    )
+    advice = []
+    if not budget.mapped and can_map:
+        advice.append("experts='mapped' leaves the experts in their files")
+    if not budget.mapped and not can_map:
+        advice.append("weights as stored take less (weights='auto', which needs a C++ compiler)")
+    room = (
+        budget.host_bytes
+        - budget.working_bytes
+        - budget.dense_bytes
+        - (0 if budget.mapped else budget.expert_bytes)
+    )
+    fixed = requests * slot_bytes(config, item_bytes)
+    each = page_bytes(config, item_bytes)
+    tokens = (room - fixed) // (each * requests) * PAGE_TOKENS if each and room > fixed else 0
+    if tokens:
+        advice.append(f"max_context={min(tokens, config.max_position_embeddings)} would fit")
+    elif room > slot_bytes(config, item_bytes) + each and requests > 1:
+        advice.append("fewer max_requests would fit")
+    if not advice:
+        advice.append("use a machine with more memory, or a smaller format of the model")
+    return f"{text} What would help: {'; '.join(advice)}."
 
 
 def distinct_experts(config: V4Config, batch: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from birkhoff.model.transformer import Transformer
 
 _CHUNK_WORDS = 2**22  # summed at a time
+_SAMPLE_BYTES = 4096  # of every matrix of a mapped expert
 _FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D)
 
 
@@ -29,6 +30,12 @@ def model_identity(model: Transformer, version: int = 1) -> bytes:
     for destination in model.destinations():
         tensor = destination.tensor.detach()
         digest.update(f"{destination.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())
+    for name, stack in model.named_expert_stacks():
+        for expert, matrices in enumerate(
+            stack.mapped or ()
+        ):  # a sample: reading all of a mapped file takes too long
+            sums = [_sums(matrix.codes.view(-1)[:_SAMPLE_BYTES]) for matrix in matrices]
+            digest.update(f"{name}.{expert} {sums}".encode())
     return digest.digest()
 
 

@@ -83,6 +83,13 @@ class Transformer(nn.Module):
         """`layers`, typed."""
         return cast(list[Block], list(self.layers))
 
+    def named_expert_stacks(self) -> list[tuple[str, Experts]]:
+        """`expert_stacks` with the prefix of their names in a released checkpoint."""
+        named = [
+            (f"layers.{layer}.ffn.experts", block.ffn.experts) for layer, block in enumerate(self.blocks())
+        ]
+        return named if self.mtp is None else [*named, ("mtp.0.ffn.experts", self.mtp.block.ffn.experts)]
+
     def expert_stacks(self) -> list[Experts]:
         """The routed experts of every layer; those of the MTP block last."""
         return [module for module in self.modules() if isinstance(module, Experts)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
 import torch
 
 import birkhoff
+from birkhoff.api.load import host_budget
 from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import RandomRows
-from birkhoff.errors import OptionError, TensorValue
+from birkhoff.errors import CapacityError, OptionError, TensorValue
 from birkhoff.kernels.packed import TYPES, native
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.gguf import read_header
@@ -134,3 +136,55 @@ def test_packed_weights_must_be_readable_where_they_are_asked_for():
         birkhoff.load("nano", weights="packed", dtype="bfloat16", **OPTIONS)
     with pytest.raises(OptionError, match="weights"):
         birkhoff.load("nano", weights="small", **OPTIONS)
+
+
+def test_mapped_experts_stay_in_their_files_and_give_the_same_bits(plain, tmp_path, capfd):
+    path = retyped_gguf(plain, tmp_path / "m.gguf", CONFIG, lambda t: "Q2_K" if is_expert(t) else None)
+    asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    with birkhoff.load(path, **OPTIONS) as held:
+        logits, tokens = held.logits(list(range(40))), held.generate(list(range(9)), **asked).token_ids
+    capfd.readouterr()
+    with birkhoff.load(path, experts="mapped", **OPTIONS) as mapped:
+        assert "experts stay in their files" in capfd.readouterr().err
+        stack = mapped.model.layers[1].ffn.experts
+        assert not list(stack.buffers()) and not list(stack.parameters())
+        assert torch.equal(mapped.logits(list(range(40))), logits)
+        assert mapped.generate(list(range(9)), **asked).token_ids == tokens
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8", "bf16"])
+def test_experts_of_safetensors_can_be_mapped(tmp_path, experts):
+    write_released(tmp_path / "m", CONFIG, RandomRows(CONFIG, 5, "fp8", experts), experts=experts)
+    with birkhoff.load(tmp_path / "m", **OPTIONS) as held:
+        logits = held.logits(list(range(20)))
+    with birkhoff.load(
+        tmp_path / "m", experts="mapped", context_root=tmp_path / "pages", **OPTIONS
+    ) as mapped:
+        assert torch.equal(mapped.logits(list(range(20))), logits)
+
+
+def test_a_plan_maps_experts_that_do_not_fit_and_refuses_what_cannot_run(plain):
+    checkpoint = open_checkpoint(plain)
+    options = birkhoff.EngineOptions(device="cpu", max_requests=2, speculative=False)
+    ample = host_budget(checkpoint, options, 1 << 30)
+    assert not ample.mapped and ample.left_bytes > 0
+    held = ample.dense_bytes + ample.expert_bytes
+    tight = host_budget(checkpoint, options, held)
+    assert tight.mapped and 0 <= tight.left_bytes < held and "page cache and disk" in str(tight)
+    with pytest.raises(CapacityError, match=r"experts .* are free.*experts='mapped'"):
+        host_budget(checkpoint, dataclasses.replace(options, experts="device"), held)
+    with pytest.raises(CapacityError, match=r"needs .* of host memory \(weights .*, cache .*, working space"):
+        host_budget(checkpoint, options, ample.dense_bytes // 2)
+    with pytest.raises(CapacityError, match=r"max_context=\d+ would fit"):
+        host_budget(checkpoint, dataclasses.replace(options, cache_bytes=1 << 29), held)
+    with pytest.raises(CapacityError, match="weights as stored take less"):
+        host_budget(checkpoint, dataclasses.replace(options, weights="dense"), held // 2)
+    with pytest.raises(OptionError, match="'mapped', which needs"):
+        host_budget(checkpoint, dataclasses.replace(options, weights="dense", experts="mapped"), 1 << 30)
+
+
+def test_what_was_planned_is_what_is_held(plain):
+    budget = host_budget(open_checkpoint(plain), birkhoff.EngineOptions(**OPTIONS), 1 << 30)
+    with birkhoff.load(plain, **OPTIONS) as engine:
+        tensors = [*engine.model.parameters(), *engine.model.buffers()]
+        assert sum(tensor.nbytes for tensor in tensors) == budget.dense_bytes + budget.expert_bytes

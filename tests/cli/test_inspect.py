@@ -109,3 +109,16 @@ def test_a_plan_for_local_files_uses_their_config(app, path):
         .stdout
     )
     assert "1 x 512 tokens" in text and "memory      bfloat16" in text and "memory      stored" not in text
+
+
+def test_the_plan_of_a_cpu_names_what_is_held_and_what_is_mapped(app, path):
+    result = CliRunner().invoke(app, [str(path), "--ram", "1GiB", "--json"])
+    plan = json.loads(result.stdout)["host"]
+    assert result.exit_code == 0 and not plan["mapped"] and plan["experts"] == 56
+    assert plan["used_bytes"] + plan["left_bytes"] == plan["host_bytes"] == 1 << 30
+    text = CliRunner().invoke(app, ["flash", "--ram", "24GiB"], env={"COLUMNS": "200"}).stdout
+    assert "11264 experts stay in their files (140.25 GiB), read from page cache and disk" in text
+    refused = CliRunner().invoke(app, ["flash", "--ram", "4GiB"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 1 and "and 4.00 GiB are free" in refused.stdout
+    beside = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--ram", "64GiB"], env={"COLUMNS": "200"})
+    assert beside.exit_code == 1 and "of host memory, and 64.00 GiB are there" in beside.stdout

@@ -55,6 +55,16 @@ def test_native_products_equal_the_plain_product(kind, rows):
 
 
 @needs_native
+@pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.name)
+def test_a_row_does_not_depend_on_the_other_rows_of_a_batch(kind):
+    product = native.Product([random_matrix(kind, 33, 512)])
+    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(2))
+    together = product(x)
+    for row in range(7):
+        assert torch.equal(product(x[row : row + 1])[0], together[row])
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "FP8"])
 @pytest.mark.parametrize("columns", [1, 8, 17, 130, 257])
 def test_native_products_take_any_width(name, columns):

@@ -2,7 +2,7 @@
 //
 // A matrix is read as it is stored. Rows of the result are independent of each other and of the number of threads.
 // Four rows of a weight are decoded at a time, 256 columns each, into a buffer that stays in the L1 cache, and multiplied
-// with all rows of x. A single row of x takes a shorter way for the common types: codes are decoded in registers.
+// with all rows of x. The common types take a shorter way: their codes are decoded in registers.
 // Sums are float32. The types are those of types.py.
 
 #include <algorithm>
@@ -442,20 +442,25 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
 }
 
 #if WIDE
-// One row of x, codes decoded in registers. ROWS weight rows share the loads of x.
-template <int T, int ROWS>
-inline void single_rows(const Matrix &m, int64_t row, const float *x, float *out) {
+// X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
+// depend on X, so that results do not depend on the other rows of a batch.
+template <int T, int ROWS, int X>
+inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride) {
     const __m512 table = _mm512_loadu_ps(fp4_levels);
-    __m512 acc[ROWS];
+    __m512 acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
     for (int w = 0; w < ROWS; w++) {
-        acc[w] = _mm512_setzero_ps();
+        for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
         codes[w] = m.codes + (row + w) * m.row_bytes;
         scales[w] = scales_of(m, row + w);
     }
     if (T == MXFP4 || T == Q8_0 || T == FP4) {
         for (int64_t g = 0; g < m.columns / 32; g++) {
-            const __m512 x0 = _mm512_loadu_ps(x + 32 * g), x1 = _mm512_loadu_ps(x + 32 * g + 16);
+            __m512 x0[X], x1[X];
+            for (int r = 0; r < X; r++) {
+                x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
+                x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
+            }
             for (int w = 0; w < ROWS; w++) {
                 __m512 low, high, scale;
                 if (T == Q8_0) {
@@ -470,25 +475,32 @@ inline void single_rows(const Matrix &m, int64_t row, const float *x, float *out
                     high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table);
                     scale = _mm512_set1_ps(e8m0_table[T == MXFP4 ? at[-1] : scales[w][g]]);
                 }
-                const __m512 sum = _mm512_fmadd_ps(high, x1, _mm512_mul_ps(low, x0));
-                acc[w] = _mm512_fmadd_ps(sum, scale, acc[w]);
+                for (int r = 0; r < X; r++) {
+                    const __m512 sum = _mm512_fmadd_ps(high, x1[r], _mm512_mul_ps(low, x0[r]));
+                    acc[w][r] = _mm512_fmadd_ps(sum, scale, acc[w][r]);
+                }
             }
         }
     } else if (T == FP8) {
         for (int64_t start = 0; start < m.columns; start += 128) {
             const int64_t stop = std::min<int64_t>(start + 128, m.columns);
-            __m512 sum[ROWS];
-            for (int w = 0; w < ROWS; w++) sum[w] = _mm512_setzero_ps();
-            for (int64_t k = start; k < stop; k += 16) {
-                const __m512 value = _mm512_loadu_ps(x + k);
-                for (int w = 0; w < ROWS; w++) sum[w] = _mm512_fmadd_ps(e4m3(codes[w] + k), value, sum[w]);
-            }
+            __m512 sum[ROWS][X];
             for (int w = 0; w < ROWS; w++)
-                acc[w] = _mm512_fmadd_ps(sum[w], _mm512_set1_ps(256.f * e8m0_table[scales[w][start / 128]]), acc[w]);
+                for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
+            for (int64_t k = start; k < stop; k += 16) {
+                for (int w = 0; w < ROWS; w++) {
+                    const __m512 weight = e4m3(codes[w] + k);
+                    for (int r = 0; r < X; r++)
+                        sum[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), sum[w][r]);
+                }
+            }
+            for (int w = 0; w < ROWS; w++) {
+                const __m512 scale = _mm512_set1_ps(256.f * e8m0_table[scales[w][start / 128]]);
+                for (int r = 0; r < X; r++) acc[w][r] = _mm512_fmadd_ps(sum[w][r], scale, acc[w][r]);
+            }
         }
     } else {
         for (int64_t k = 0; k < m.columns; k += 16) {
-            const __m512 value = _mm512_loadu_ps(x + k);
             for (int w = 0; w < ROWS; w++) {
                 __m512 weight;
                 if (T == F32) weight = _mm512_loadu_ps((const float *)codes[w] + k);
@@ -497,18 +509,30 @@ inline void single_rows(const Matrix &m, int64_t row, const float *x, float *out
                     weight = T == F16 ? _mm512_cvtph_ps(raw)
                                       : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
                 }
-                acc[w] = _mm512_fmadd_ps(weight, value, acc[w]);
+                for (int r = 0; r < X; r++)
+                    acc[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), acc[w][r]);
             }
         }
     }
-    for (int w = 0; w < ROWS; w++) out[w] = _mm512_reduce_add_ps(acc[w]);
+    for (int w = 0; w < ROWS; w++)
+        for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
+}
+
+template <int T, int ROWS>
+inline void all_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, int n, float *out, int64_t out_stride) {
+    int r = 0;
+    for (; r + 4 <= n; r += 4) few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+    for (; r + 2 <= n; r += 2) few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
 }
 
 // Columns of whole vectors only; FP4 takes x with the even columns of every 32 before the odd ones.
-template <int T> void single(const Matrix &m, int64_t first, int64_t stop, const float *x, float *out) {
+template <int T>
+void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
+                  int64_t out_stride) {
     int64_t row = first;
-    for (; row + 4 <= stop; row += 4) single_rows<T, 4>(m, row, x, out + row);
-    for (; row < stop; row++) single_rows<T, 1>(m, row, x, out + row);
+    for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
+    for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
 }
 #endif
 
@@ -532,27 +556,30 @@ template <int T> void single(const Matrix &m, int64_t first, int64_t stop, const
         case IQ4_XS: call(IQ4_XS); break;                                                         \
     }
 
-// x with rows padded by zeros to whole chunks, and for one row of FP4 also deinterleaved.
+// x with rows padded by zeros to whole vectors, and for FP4 also deinterleaved.
 struct Input {
     const float *rows;
     int64_t stride;
     int n;
     const float *deinterleaved;
+    int64_t deinterleaved_stride;
 };
 
 void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, float *out, int64_t out_stride) {
 #if WIDE
-    if (in.n == 1 && m.columns % 16 == 0) {
-        const float *x = in.rows;
+    if (m.columns % 16 == 0) {
+#define REGISTERS(T) in_registers<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
         switch (m.type) {
-            case F32: return single<F32>(m, first, stop, x, out);
-            case F16: return single<F16>(m, first, stop, x, out);
-            case BF16: return single<BF16>(m, first, stop, x, out);
-            case FP8: return single<FP8>(m, first, stop, x, out);
-            case FP4: return single<FP4>(m, first, stop, in.deinterleaved, out);
-            case Q8_0: return single<Q8_0>(m, first, stop, x, out);
-            case MXFP4: return single<MXFP4>(m, first, stop, x, out);
+            case F32: return REGISTERS(F32);
+            case F16: return REGISTERS(F16);
+            case BF16: return REGISTERS(BF16);
+            case FP8: return REGISTERS(FP8);
+            case Q8_0: return REGISTERS(Q8_0);
+            case MXFP4: return REGISTERS(MXFP4);
+            case FP4:
+                return in_registers<FP4>(m, first, stop, in.deinterleaved, in.deinterleaved_stride, in.n, out, out_stride);
         }
+#undef REGISTERS
     }
 #endif
 #define ROWS(T) product_rows<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
@@ -560,64 +587,63 @@ void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, floa
 #undef ROWS
 }
 
-// Threads. A job is a function of the part index; the caller computes a part too.
+// Threads. A job is a function of the part index. The caller computes parts too, and all of them if no other thread gets
+// to run, so that a busy machine costs no more than it must.
 class Pool {
   public:
-    ~Pool() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-        }
-        wake_.notify_all();
-        for (auto &worker : workers_) worker.join();
-    }
-
-    void run(int parts, const std::function<void(int)> &job) {
-        if (parts <= 1) {
+    void run(int parts, int threads, const std::function<void(int)> &job) {
+        if (parts <= 1 || threads <= 1) {
             for (int part = 0; part < parts; part++) job(part);
             return;
         }
         std::lock_guard<std::mutex> one_job(jobs_);
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            while (int(workers_.size()) < parts - 1) {
-                const int index = int(workers_.size());
-                workers_.emplace_back([this, index] { work(index); });
-            }
+            while (int(workers_.size()) < threads - 1) workers_.emplace_back([this] { work(); });
             job_ = &job;
             parts_ = parts;
-            left_.store(parts - 1);
+            next_.store(0);
+            open_ = true;
             generation_.fetch_add(1);
         }
         wake_.notify_all();
-        job(0);
-        for (int spin = 0; left_.load(std::memory_order_acquire) > 0; spin++) {
-            if (spin > 2000) std::this_thread::yield();
+        take_parts(job, parts);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            open_ = false;  // no worker may join any more
         }
+        for (int spin = 0; active_.load(std::memory_order_acquire) > 0; spin++)
+            if (spin > 1000) std::this_thread::yield();
     }
 
   private:
-    void work(int index) {
+    void take_parts(const std::function<void(int)> &job, int parts) {
+        for (int part; (part = next_.fetch_add(1)) < parts;) job(part);
+    }
+
+    void work() {
         uint64_t seen = 0;
         for (;;) {
-            for (int spin = 0; spin < 4000 && generation_.load(std::memory_order_acquire) == seen; spin++) {
+            for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen; spin++) {
 #if WIDE
                 _mm_pause();
 #endif
             }
-            const std::function<void(int)> *job;
-            int parts;
+            const std::function<void(int)> *job = nullptr;
+            int parts = 0;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return stopping_ || generation_.load() != seen; });
-                if (stopping_) return;
+                wake_.wait(lock, [&] { return generation_.load() != seen; });
                 seen = generation_.load();
-                job = job_;
-                parts = parts_;
+                if (open_) {
+                    job = job_;
+                    parts = parts_;
+                    active_.fetch_add(1);
+                }
             }
-            if (index + 1 < parts) {
-                (*job)(index + 1);
-                left_.fetch_sub(1, std::memory_order_release);
+            if (job) {
+                take_parts(*job, parts);
+                active_.fetch_sub(1, std::memory_order_release);
             }
         }
     }
@@ -626,10 +652,10 @@ class Pool {
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
     std::atomic<uint64_t> generation_{0};
-    std::atomic<int> left_{0};
+    std::atomic<int> next_{0}, active_{0};
     const std::function<void(int)> *job_ = nullptr;
     int parts_ = 0;
-    bool stopping_ = false;
+    bool open_ = false;
 };
 
 Pool &pool() {
@@ -643,11 +669,12 @@ Pool &pool() {
     return *instance.load();
 }
 
-// Parts worth a thread: every thread gets at least this many weights.
-constexpr int64_t WEIGHTS_PER_THREAD = 1 << 17;
+// Parts of a job: at least this many weights each, and at most four for every thread.
+constexpr int64_t PART_WEIGHTS = 1 << 17;
 
 int parts_for(int64_t weights, int threads) {
-    return int(std::max<int64_t>(1, std::min<int64_t>(threads, weights / WEIGHTS_PER_THREAD)));
+    if (threads <= 1 || weights < 3 * PART_WEIGHTS) return 1;
+    return int(std::min<int64_t>(4 * threads, weights / PART_WEIGHTS));
 }
 
 // Buffers of the calling thread, kept between calls.
@@ -660,7 +687,7 @@ int64_t whole(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
 
 Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, std::vector<float> &padded,
               std::vector<float> &deinterleaved) {
-    Input in{x, stride, n, nullptr};
+    Input in{x, stride, n, nullptr, columns};
     if (columns % LANES) {  // the loops read whole vectors
         const int64_t width = whole(columns);
         padded.assign(n * width, 0.f);
@@ -668,13 +695,17 @@ Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, 
         in.rows = padded.data();
         in.stride = width;
     }
-    if (fp4 && n == 1) {
-        deinterleaved.resize(columns);
-        for (int64_t g = 0; g < columns; g += 32)
-            for (int j = 0; j < 16; j++) {
-                deinterleaved[g + j] = x[g + 2 * j];
-                deinterleaved[g + 16 + j] = x[g + 2 * j + 1];
-            }
+    if (fp4) {
+        deinterleaved.resize(n * columns);
+        for (int r = 0; r < n; r++) {
+            const float *from = x + r * stride;
+            float *into = &deinterleaved[r * columns];
+            for (int64_t g = 0; g < columns; g += 32)
+                for (int j = 0; j < 16; j++) {
+                    into[g + j] = from[g + 2 * j];
+                    into[g + 16 + j] = from[g + 2 * j + 1];
+                }
+        }
         in.deinterleaved = deinterleaved.data();
     }
     return in;
@@ -724,7 +755,7 @@ void birkhoff_products(const Matrix *matrices, int count, const float *x, int64_
     const int64_t columns = matrices[0].columns;
     const Input in = prepare(x, stride, n, columns, fp4, scratch.padded, scratch.deinterleaved);
     const int parts = parts_for(rows * columns, threads);
-    pool().run(parts, [&](int part) {
+    pool().run(parts, threads, [&](int part) {
         // Rows [begin, end) of all matrices stacked, split at multiples of four.
         const int64_t begin = rows * part / parts / 4 * 4, end = part + 1 == parts ? rows : rows * (part + 1) / parts / 4 * 4;
         int64_t start = 0;
@@ -744,7 +775,7 @@ void birkhoff_grouped(const Matrix *matrix, int64_t group, const float *x, int64
         const Input in = prepare(x + g * matrix->columns, stride, n, matrix->columns, matrix->type == FP4,
                                  scratch.padded, scratch.deinterleaved);
         const int parts = parts_for(group * matrix->columns, threads);
-        pool().run(parts, [&](int part) {
+        pool().run(parts, threads, [&](int part) {
             const int64_t first = group * part / parts / 4 * 4, stop = part + 1 == parts ? group : group * (part + 1) / parts / 4 * 4;
             if (first < stop) product(*matrix, g * group + first, g * group + stop, in, out, out_stride);
         });
@@ -755,7 +786,7 @@ void birkhoff_grouped(const Matrix *matrix, int64_t group, const float *x, int64
 void birkhoff_dequantise(const Matrix *matrix, int64_t first, int64_t stop, float *out, int threads) {
     const Matrix &m = *matrix;
     const int parts = parts_for((stop - first) * m.columns, threads);
-    pool().run(parts, [&](int part) {
+    pool().run(parts, threads, [&](int part) {
         const int64_t begin = first + (stop - first) * part / parts, end = first + (stop - first) * (part + 1) / parts;
         for (int64_t row = begin; row < end; row++) {
 #define WHOLE_ROW(T) decode<T>(m.codes + row * m.row_bytes, scales_of(m, row), 0, int(m.columns), out + (row - first) * m.columns)
@@ -812,7 +843,7 @@ void birkhoff_experts(const Matrix *matrices, int experts, const float *x, int n
         }
     }
     const int parts = parts_for(int64_t(tasks.size()) * 2 * inner * width, threads);
-    pool().run(parts, [&](int part) {
+    pool().run(parts, threads, [&](int part) {
         const int64_t first = inner * part / parts / 4 * 4, stop = part + 1 == parts ? inner : inner * (part + 1) / parts / 4 * 4;
         for (size_t t = 0; t < tasks.size(); t++) {
             const Matrix *expert = matrices + 3 * pairs[tasks[t].first].expert;
@@ -827,7 +858,7 @@ void birkhoff_experts(const Matrix *matrices, int experts, const float *x, int n
     });
     for (size_t t = 0; t < tasks.size(); t++)
         middles[t] = prepare(&hidden[tasks[t].first * inner], inner, tasks[t].count, inner, fp4_down, padded[2 * t + 1], split[2 * t + 1]);
-    pool().run(parts, [&](int part) {
+    pool().run(parts, threads, [&](int part) {
         const int64_t first = width * part / parts / 4 * 4, stop = part + 1 == parts ? width : width * (part + 1) / parts / 4 * 4;
         for (size_t t = 0; t < tasks.size(); t++) {
             const Matrix &down = matrices[3 * pairs[tasks[t].first].expert + 2];
@@ -860,7 +891,7 @@ int64_t birkhoff_first_bad_row(const Matrix *matrix) {
 // Sum of 64-bit words, to measure how fast memory can be read.
 uint64_t birkhoff_read(const uint64_t *words, int64_t count, int threads) {
     std::vector<uint64_t> sums(threads * 8);
-    pool().run(threads, [&](int part) {
+    pool().run(threads, threads, [&](int part) {
         uint64_t sum = 0;
         const int64_t stop = count * (part + 1) / threads;
         for (int64_t i = count * part / threads; i < stop; i++) sum += words[i];

@@ -102,29 +102,29 @@ class Product(_Matrices):
         self.columns = self.matrices[0].columns
         assert all(matrix.columns == self.columns for matrix in self.matrices)
         self.rows = sum(matrix.rows for matrix in self.matrices)
+        self.count = len(self.matrices)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        n = x.numel() // self.columns
-        flat = x.reshape(n, self.columns)
+        if x.dim() != 2:
+            return self(x.reshape(-1, self.columns)).view(*x.shape[:-1], self.rows)
+        n = x.shape[0]  # len() of a tensor takes microseconds
         out = torch.empty(n, self.rows)
-        if n <= MAX_LOOP_ROWS:
-            self.into(flat, out)
-        else:
-            self._by_strips(flat, out)
-        return out.view(*x.shape[:-1], self.rows)
-
-    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The product of a few rows x [n, in], stored in out [n, >= rows]; rows of both are contiguous."""
+        if n > MAX_LOOP_ROWS:
+            self._by_strips(x, out)
+            return out
+        if x.stride(1) != 1:
+            x = x.contiguous()
         self.native.birkhoff_products(
             self.address,
-            len(self.structs),
+            self.count,
             x.data_ptr(),
             x.stride(0),
-            len(x),
+            n,
             out.data_ptr(),
-            out.stride(0),
+            self.rows,
             torch.get_num_threads(),
         )
+        return out
 
     def grouped(self, x: torch.Tensor, group: int) -> torch.Tensor:
         """`x [..., groups * in] -> [..., rows]` for one matrix whose rows form groups: group g reads columns
@@ -132,7 +132,7 @@ class Product(_Matrices):
         assert len(self.matrices) == 1, "groups of several matrices"
         groups = self.rows // group
         flat = x.reshape(-1, groups * self.columns)
-        n = len(flat)
+        n = flat.shape[0]
         out = torch.empty(n, self.rows)
         if n <= MAX_LOOP_ROWS:
             self.native.birkhoff_grouped(
@@ -211,7 +211,7 @@ class ExpertProducts(_Matrices):
             self.address,
             self.count,
             x.data_ptr(),
-            len(x),
+            x.shape[0],
             ids.data_ptr(),
             weights.data_ptr(),
             ids.shape[1],

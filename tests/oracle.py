@@ -219,12 +219,12 @@ def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tu
 
     The read-in and read-out weights (12..14) are internal to its modules and missing here.
     """
-    held: dict[tuple[str, int], torch.Tensor] = {}
+    sites: dict[tuple[str, int], torch.Tensor] = {}
     handles = []
 
     def keep(name, layer, take):
         def hook(module, args, out):
-            held[name, layer] = take(args, out).squeeze(0)
+            sites[name, layer] = take(args, out).squeeze(0)
 
         return hook
 
@@ -266,4 +266,4 @@ def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tu
     finally:
         for handle in handles:
             handle.remove()
-    return held
+    return sites

@@ -40,12 +40,12 @@ def test_files_hold_the_rows_that_memory_gives(filing, tmp_path):
     greedy = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     prompts = ["hello streams", "and again"]
     kept = filing.generate(prompts, **greedy, capture=Capture(HOOKS, positions="all"))
-    wish = Capture(HOOKS, positions="all", returns="file", request_id="probe", tag="test")
-    filed = filing.generate(prompts, **greedy, capture=wish)
-    for place, (memory, files) in enumerate(zip(kept, filed)):
+    spec = Capture(HOOKS, positions="all", returns="file", request_id="probe", tag="test")
+    filed = filing.generate(prompts, **greedy, capture=spec)
+    for index, (memory, files) in enumerate(zip(kept, filed)):
         result = files.capture_results["filesystem"]
         assert result.status == "ok" and result.durable and result.dropped_rows == 0
-        entries = read_request(tmp_path / "test" / f"probe-{place}")
+        entries = read_request(tmp_path / "test" / f"probe-{index}")
         assert set(entries) == set(memory.acts)
         for entry in entries.values():
             rows = memory.acts[entry.hook, entry.layer]
@@ -65,8 +65,8 @@ def test_the_wire_form_means_the_same(engine):
 
 
 def test_one_capture_for_each_prompt(engine):
-    wishes = [Capture({"mlp_out": [0]}), None, Capture({"mlp_out": [1]}, positions="last_prompt")]
-    outputs = engine.generate(["a b c"] * 3, max_tokens=2, temperature=0, capture=wishes)
+    specs = [Capture({"mlp_out": [0]}), None, Capture({"mlp_out": [1]}, positions="last_prompt")]
+    outputs = engine.generate(["a b c"] * 3, max_tokens=2, temperature=0, capture=specs)
     assert [sorted(out.acts) for out in outputs] == [[("mlp_out", 0)], [], [("mlp_out", 1)]]
     assert len(outputs[2].acts["mlp_out", 1]) == 1
     assert len({tuple(out.token_ids) for out in outputs}) == 1  # looking changes nothing
@@ -101,8 +101,10 @@ def test_a_feed_gives_every_row_once_and_in_order(engine):
         assert torch.equal(
             torch.cat([batch[key] for batch in batches]), torch.cat([acts[key].tensor for acts in whole])
         )
-    numbers = torch.cat([batch.texts for batch in batches])
-    assert numbers.tolist() == [n for n, acts in enumerate(whole) for _ in range(len(acts["mlp_out", 2]))]
+    text_indices = torch.cat([batch.texts for batch in batches])
+    assert text_indices.tolist() == [
+        n for n, acts in enumerate(whole) for _ in range(len(acts["mlp_out", 2]))
+    ]
 
 
 def test_a_feed_that_is_dropped_leaves_nothing_running(engine):

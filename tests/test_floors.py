@@ -77,7 +77,7 @@ def imported(text: str) -> set[str]:
 
 def violations(file: str, text: str) -> list[str]:
     """The forbidden imports of birkhoff/`file`, as messages."""
-    room, found = file.removesuffix(".py").split("/")[0], []
+    room, result = file.removesuffix(".py").split("/")[0], []
     extras = OPTIONAL.get(room, set())
     for name in imported(text):
         package, _, rest = name.partition(".")
@@ -89,12 +89,12 @@ def violations(file: str, text: str) -> list[str]:
                 below = FLOOR.get(room, 9) > FLOOR[target] or target in SHARED
                 allowed = room in ("__init__", "__main__", target) or below
             if not allowed:
-                found.append(
+                result.append(
                     f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})"
                 )
         elif FLOOR.get(room, 9) <= FLOOR["api"] and package not in CORE | sys.stdlib_module_names | extras:
-            found.append(f"{file}: the core imports {package}")
-    return found
+            result.append(f"{file}: the core imports {package}")
+    return result
 
 
 def test_every_import_is_from_a_lower_floor():

@@ -121,8 +121,8 @@ def test_a_local_path_wins(tmp_path, monkeypatch):
 
 
 def test_a_name_resolves_only_after_a_download_and_without_network(server, tiny, tmp_path):
-    said = refusal("resolve('org/tiny')", server, tmp_path)
-    assert said.startswith("hub ") and "birkhoff pull org/tiny" in said and str(tmp_path) in said
+    output = refusal("resolve('org/tiny')", server, tmp_path)
+    assert output.startswith("hub ") and "birkhoff pull org/tiny" in output and str(tmp_path) in output
     assert server.log == [], "resolve does not use the network"
     python(PULL, server, tmp_path)
     # the endpoint is gone: the cache alone answers
@@ -134,8 +134,8 @@ def test_a_name_resolves_only_after_a_download_and_without_network(server, tiny,
     assert snapshot.name == commit
     code = f"print(resolve('org/tiny@{commit}')); print(resolve('org/tiny/config.json', revision='main'))"
     assert python(code, None, tmp_path).split() == [str(snapshot), str(snapshot / "config.json")]
-    said = refusal("resolve('org/tiny/layer_3/x')", None, tmp_path)
-    assert "has no layer_3/x" in said and "birkhoff pull org/tiny/layer_3/x" in said
+    output = refusal("resolve('org/tiny/layer_3/x')", None, tmp_path)
+    assert "has no layer_3/x" in output and "birkhoff pull org/tiny/layer_3/x" in output
 
 
 def test_a_second_download_fetches_nothing(server, tmp_path):
@@ -181,8 +181,10 @@ def test_a_killed_download_is_not_a_model_and_is_resumed(server, tiny, tmp_path)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert list(blobs.glob("*.incomplete")), "it was killed while it wrote"
-    said = refusal("resolve('org/tiny')", None, tmp_path)
-    assert "is not complete" in said and "shards are missing" in said and "birkhoff pull org/tiny" in said
+    output = refusal("resolve('org/tiny')", None, tmp_path)
+    assert (
+        "is not complete" in output and "shards are missing" in output and "birkhoff pull org/tiny" in output
+    )
     server.delay, whole_before = 0.0, {p.name for p in whole}
     server.sent.clear()
     subprocess.run(command, env=environment(server, tmp_path), check=True, capture_output=True, timeout=120)
@@ -214,8 +216,8 @@ def test_the_disk_is_checked_before_a_download(server, tmp_path):
         "repo = RemoteRepo.open(RepoPath.parse('org/tiny'))\n"
         "try: repo.check_disk(repo.files)\nexcept CapacityError as error: print(error)"
     )
-    said = python(code, server, tmp_path)
-    assert "more on disk" in said and "256.00 MiB are free" in said and "HF_HUB_CACHE" in said
+    output = python(code, server, tmp_path)
+    assert "more on disk" in output and "256.00 MiB are free" in output and "HF_HUB_CACHE" in output
 
 
 def test_files_of_a_model_are_selected(tiny, tmp_path):

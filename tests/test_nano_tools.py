@@ -108,9 +108,9 @@ def test_the_sae_is_small_and_labelled():
     assert sum(sizes) <= 10_000_000 and max(sizes) < 16 * 2**20
     sae = Sae.load(folder)
     kept = json.loads((folder / "features.json").read_text(encoding="utf-8"))
-    assert len(sae.labels) >= 100 and {str(number) for number in sae.labels} <= set(kept)
-    for number, entry in kept.items():
-        assert entry["label"] == sae.labels[int(number)] and entry["contexts"] and len(entry["promotes"]) >= 5
+    assert len(sae.labels) >= 100 and {str(index) for index in sae.labels} <= set(kept)
+    for index, entry in kept.items():
+        assert entry["label"] == sae.labels[int(index)] and entry["contexts"] and len(entry["promotes"]) >= 5
         assert 0 < entry["density"] < 1 and entry["largest"] > 0
 
 

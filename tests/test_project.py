@@ -45,18 +45,18 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
 
 def pins(file: str) -> dict[str, str]:
     """Versions by package name; every line must be an exact pin."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for line in (ROOT / file).read_text().splitlines():
         if not line or line.startswith("#"):
             continue
         if line.startswith("-r "):
-            found |= pins(line.removeprefix("-r "))
+            result |= pins(line.removeprefix("-r "))
             continue
         match = re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line)
         assert match, f"{file}: {line!r} is not an exact pin"
-        assert match[1] not in found, f"{file}: {match[1]} is pinned twice"
-        found[match[1]] = match[2]
-    return found
+        assert match[1] not in result, f"{file}: {match[1]} is pinned twice"
+        result[match[1]] = match[2]
+    return result
 
 
 def test_the_version_is_defined_once():
@@ -177,9 +177,9 @@ def test_functions_named_in_the_map_exist():
         body = ast.parse((PACKAGE / file).read_text()).body
         for part in name.split("."):
             kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            found = [node for node in body if isinstance(node, kinds) and node.name == part]
-            assert found, f"{file}:{name}"
-            body = found[0].body
+            result = [node for node in body if isinstance(node, kinds) and node.name == part]
+            assert result, f"{file}:{name}"
+            body = result[0].body
 
 
 def test_every_module_has_a_docstring():
@@ -203,9 +203,9 @@ def test_no_file_contains_machine_paths_or_a_package_index():
         "|".join(("py" + "pi", "python" + "hosted", "index" + "-url", "find" + "-links")), re.IGNORECASE
     )
     for path in tracked():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             assert not machine.search(line) and not index.search(line), (
-                f"{path.relative_to(ROOT)}:{number}: {line}"
+                f"{path.relative_to(ROOT)}:{line_number}: {line}"
             )
 
 

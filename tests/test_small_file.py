@@ -58,12 +58,12 @@ def in_child(work: Callable[[], object]) -> tuple[str, int]:
         before = _status("VmRSS")
         try:
             work()
-            found = ""
+            result = ""
         except BirkhoffError as error:
-            found = f"typed {type(error).__name__}: {error}"
+            result = f"typed {type(error).__name__}: {error}"
         except BaseException as error:
-            found = f"untyped {error!r}"
-        os.write(writer, json.dumps([found[:2000], _status("VmHWM") - before]).encode())
+            result = f"untyped {error!r}"
+        os.write(writer, json.dumps([result[:2000], _status("VmHWM") - before]).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -71,8 +71,8 @@ def in_child(work: Callable[[], object]) -> tuple[str, int]:
     _, status = os.waitpid(child, 0)
     if not answer:
         return f"killed by signal {os.WTERMSIG(status)}", 0
-    found, grown = json.loads(answer)
-    return found, grown
+    result, grown = json.loads(answer)
+    return result, grown
 
 
 def _status(key: str) -> int:
@@ -221,8 +221,8 @@ def test_a_hostile_file_is_refused_cheaply(files, tmp_path, kind, make):
     shutil.copytree(folder, copy)
     (copy / name).unlink(missing_ok=True)
     make(copy / name, limit if FULL else CONFIG_BYTES)
-    found, grown = in_child(lambda: load(copy))
-    assert found.startswith("typed"), found
+    result, grown = in_child(lambda: load(copy))
+    assert result.startswith("typed"), result
     assert grown <= 10 * limit, f"{grown} bytes for a limit of {limit}"
 
 
@@ -235,18 +235,18 @@ def test_a_hostile_header_is_refused_cheaply(files, tmp_path, make):
     make(copy / name, limit if FULL else CONFIG_BYTES)
     raw = (copy / name).read_bytes()
     (copy / name).write_bytes(struct.pack("<Q", len(raw)) + raw)
-    found, grown = in_child(lambda: load(copy))
-    assert found.startswith("typed"), found
+    result, grown = in_child(lambda: load(copy))
+    assert result.startswith("typed"), result
     assert grown <= 10 * limit, f"{grown} bytes for a limit of {limit}"
 
 
 def test_capture_sidecars(tmp_path):
-    for number, make in enumerate(HOSTILE):
-        root = tmp_path / str(number)
+    for index, make in enumerate(HOSTILE):
+        root = tmp_path / str(index)
         (root / "tag" / "r").mkdir(parents=True)
         make(root / "tag" / "r" / "mlp_out_1.json", CONFIG_BYTES)
-        found, grown = in_child(lambda root=root: read_request(root / "tag" / "r"))
-        assert found.startswith("typed"), (make.__name__, found)
+        result, grown = in_child(lambda root=root: read_request(root / "tag" / "r"))
+        assert result.startswith("typed"), (make.__name__, result)
         assert grown <= 10 * SIDECAR_BYTES, (make.__name__, grown)
 
 

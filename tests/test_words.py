@@ -46,13 +46,13 @@ def room_of(path: Path) -> str:
 
 
 def test_retired_names_are_not_used():
-    found = [
+    result = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
         for name, line in identifiers(path)
         if name in RETIRED_NAMES and (room_of(path), name) not in FOREIGN
     ]
-    assert not found, found
+    assert not result, result
 
 
 def test_retired_module_names_are_not_used():

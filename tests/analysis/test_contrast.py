@@ -22,13 +22,13 @@ def test_rows_are_those_of_a_plain_forward_pass(engine, hook, tokens):
     last = engine.config.num_hidden_layers - 1
     assert rows.layers == ([last] if hook == "mhc_streams_final" else layers)
     for texts, kept in ((UP, rows.positive), (DOWN, rows.negative)):
-        for number, text in enumerate(texts):
+        for index, text in enumerate(texts):
             trace = engine.trace(engine.prompt_ids(text))
             for layer in rows.layers:
                 at = (HOOK, layer + 1) if hook == "mhc_streams_post_mlp" else (hook, layer)
                 # without the begin-of-text token
                 row = trace[at][1:].mean(0) if tokens == "mean" else trace[at][-1]
-                assert torch.allclose(kept[layer][number], row, atol=1e-4, rtol=1e-4)
+                assert torch.allclose(kept[layer][index], row, atol=1e-4, rtol=1e-4)
 
 
 def test_only_the_answer_of_a_conversation_is_used(engine):

@@ -87,11 +87,11 @@ def test_files_hold_what_the_engine_computes_for_each_text_alone(engine, tmp_pat
     report = harvest(engine, texts, Capture(HOOKS, layout=layout), tmp_path / "out")
     tag = tmp_path / "out" / "harvest"
     read = read_sharded(tag) if layout == "sharded" else {d.name: read_request(d) for d in tag.iterdir()}
-    assert sorted(read) == [f"{number:09d}" for number in range(len(texts))]
+    assert sorted(read) == [f"{index:09d}" for index in range(len(texts))]
     rows = 0
-    for number, text in enumerate(texts):
+    for index, text in enumerate(texts):
         acts = engine.generate(text, max_tokens=1, temperature=0, capture=spec).acts
-        entries = read[f"{number:09d}"]
+        entries = read[f"{index:09d}"]
         assert set(entries) == set(acts)
         for (hook, layer), entry in entries.items():
             kept = acts[hook, layer]

@@ -117,11 +117,11 @@ def test_a_harvest_projects_and_stores_the_projection(filing, tmp_path):
     cost = estimate_harvest(filing, texts, spec)
     report = harvest(filing, texts, spec, out)
     assert cost.bytes == report.bytes == cost.rows * 8 and cost.rows == report.rows
-    for number, text in enumerate(texts):
+    for index, text in enumerate(texts):
         rows = (
             filing.generate(text, max_tokens=1, capture=Capture({"mlp_out": [1]})).acts["mlp_out", 1].tensor
         )
-        kept = read_sharded(out / "harvest")[f"{number:09d}"]["mlp_out", 1]
+        kept = read_sharded(out / "harvest")[f"{index:09d}"]["mlp_out", 1]
         assert torch.allclose(to_torch(kept), rows @ matrix, atol=1e-4)
     assert harvest(filing, texts, spec, out).new_texts == 0
     filing.projections["p"] = -matrix

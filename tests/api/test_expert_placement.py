@@ -137,8 +137,8 @@ def test_outputs_are_equal_at_any_share(path, answer, experts, tmp_path, capsys)
         assert share is None or opened.placement["experts_on_device"] == round(share * 8)
         output = opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
         assert (output.token_ids, output.logprobs) == (answer.token_ids, answer.logprobs), "bit-identical"
-    found = ExpertCounts.load(tmp_path / "counts.json", 1, 8)
-    assert found.steps == 2 and int(found.reads.sum()) >= 4, "a prompt and a token were counted"
+    result = ExpertCounts.load(tmp_path / "counts.json", 1, 8)
+    assert result.steps == 2 and int(result.reads.sum()) >= 4, "a prompt and a token were counted"
 
 
 def test_counts_decide_which_experts_start_on_the_device(path, tmp_path):

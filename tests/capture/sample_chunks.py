@@ -26,8 +26,8 @@ def bits(request: str, hook: str, layer: int, start: int, rows: int) -> np.ndarr
     dtype, shape = SHAPES[hook]
     width, stored = math.prod(shape), STORED[dtype]
     base = zlib.crc32(f"{request}/{hook}/{layer}".encode())
-    numbers = (np.arange(start * width, (start + rows) * width, dtype=np.uint64) + base) * 2654435761
-    return (numbers >> 7).astype(f"u{stored.itemsize}").view(stored).reshape(rows, width)
+    values = (np.arange(start * width, (start + rows) * width, dtype=np.uint64) + base) * 2654435761
+    return (values >> 7).astype(f"u{stored.itemsize}").view(stored).reshape(rows, width)
 
 
 def scales(request: str, start: int, rows: int) -> np.ndarray:

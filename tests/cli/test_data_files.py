@@ -110,7 +110,7 @@ def test_rows_mean_what_json_lines_mean(tmp_path_factory, records, group):
 
 
 def test_many_rows_come_in_order_over_batches_and_groups(tmp_path):
-    texts = [f"text {number}" for number in range(2 * BATCH_ROWS + 5)]
+    texts = [f"text {index}" for index in range(2 * BATCH_ROWS + 5)]
     path = written(tmp_path / "t.parquet", {"text": texts}, row_group_size=700)
     texts_read = list(open_data(path, "text", False))
     assert [text.prompt for text in texts_read] == texts and [text.index for text in texts_read] == list(
@@ -148,8 +148,8 @@ def test_wrong_columns_and_options_are_refused(tmp_path):
         next(iter(open_data(path, "text", False)))
     with pytest.raises(DataError, match="read row by row"):
         open_data(path, "text", True)
-    numbers = written(tmp_path / "n.parquet", {"text": [1, 2]})
-    assert [text.problem for text in open_data(numbers, "text", False)] == [
+    integers = written(tmp_path / "n.parquet", {"text": [1, 2]})
+    assert [text.problem for text in open_data(integers, "text", False)] == [
         "has 1 as 'text', expected a text",
         "has 2 as 'text', expected a text",
     ]

@@ -81,7 +81,7 @@ def test_the_command_prints_the_plan_then_downloads(tiny, tmp_path):
         ]
         assert len(parts) == 4 and max(parts) < min(whole), "headers of all shards come first"
     total = sum(f.stat().st_size for f in tiny.iterdir())
-    said = ran.stderr
+    output = ran.stderr
     marks = [
         "org/tiny, commit",
         "released, 585 tensors in 4 files",
@@ -93,9 +93,9 @@ def test_the_command_prints_the_plan_then_downloads(tiny, tmp_path):
         f"1.27 MiB of {total / 2**20:.2f} MiB",
         "complete. Use it by its name: birkhoff chat --model org/tiny",
     ]
-    places = [said.find(mark) for mark in marks]
-    assert -1 not in places and places.index(max(places)) == len(places) - 1, (said, places)
-    assert said.index("gpu   ") < said.index("to download") < said.index("complete")
+    places = [output.find(mark) for mark in marks]
+    assert -1 not in places and places.index(max(places)) == len(places) - 1, (output, places)
+    assert output.index("gpu   ") < output.index("to download") < output.index("complete")
 
 
 def test_the_plan_as_json_and_a_second_pull(server):
@@ -108,9 +108,9 @@ def test_the_plan_as_json_and_a_second_pull(server):
     status, out, _ = run("org/tiny", "--json")
     path = Path(json.loads(out)["path"])
     assert path == resolve("org/tiny") and len(downloads(server)) == 4
-    status, out, said = run("org/tiny", "--revision", server.commit("org/tiny"))
+    status, out, output = run("org/tiny", "--revision", server.commit("org/tiny"))
     assert status == 0 and Path(out.strip()) == path and len(downloads(server)) == 4
-    assert "0 B to download" in said
+    assert "0 B to download" in output
 
 
 def test_a_checkpoint_that_would_not_load_is_refused_before_the_download(server, tiny, tmp_path):
@@ -139,14 +139,14 @@ def test_another_architecture_and_plain_files_are_downloaded_without_a_plan(serv
     (other / "layer_3").mkdir()
     (other / "layer_3/params.npz").write_bytes(b"archive")
     server.repos["org/other"] = other
-    status, out, said = run("org/other")
-    assert status == 0 and "no plan of our engine" in said and "as stored" in said
+    status, out, output = run("org/other")
+    assert status == 0 and "no plan of our engine" in output and "as stored" in output
     assert {file.name for file in Path(out.strip()).iterdir()} == {"config.json", "model.safetensors"}
-    status, out, said = run("org/other/layer_3")
-    assert status == 0 and "no checkpoint among these files" in said
+    status, out, output = run("org/other/layer_3")
+    assert status == 0 and "no checkpoint among these files" in output
     assert Path(out.strip()) == resolve("org/other/layer_3")
     assert (Path(out.strip()) / "params.npz").read_bytes() == b"archive"
-    status, out, said = run(
+    status, out, output = run(
         "org/other", "--include", "*.json", "--include", "*.npz", "--exclude", "config*", "--json"
     )
     assert list(json.loads(out)["files"]) == ["layer_3/params.npz"]
@@ -162,8 +162,8 @@ def test_a_published_sae_is_pulled_by_its_name(server, tmp_path):
         HubError, match=r"birkhoff pull jbloom/GPT2-Small-SAEs-Reformatted/blocks\.8\.hook_resid_pre"
     ):
         Sae.load(name)
-    status, out, said = run(name)
-    assert status == 0 and f'Sae.load("{name}")' in said
+    status, out, output = run(name)
+    assert status == 0 and f'Sae.load("{name}")' in output
     assert {path.name for path in Path(out.strip()).parent.iterdir()} == {"blocks.8.hook_resid_pre"}
     sae = Sae.load(name)
     assert (sae.hook, sae.layer, sae.metadata["centered"]) == ("pre_attn", 8, True)
@@ -176,8 +176,8 @@ def test_a_gguf_file(server, tiny, tmp_path):
     server.repos["org/gguf"] = tmp_path / "gguf"
     with pytest.raises(HubError, match=r"--gguf-file:\n.*second\.gguf\n.*tiny-mtp\.gguf\n.*tiny\.gguf"):
         run("org/gguf")
-    status, out, said = run("org/gguf", "--gguf-file", "tiny.gguf")
-    assert status == 0 and "tensors in 2 files" in said and "no problems found" in said
+    status, out, output = run("org/gguf", "--gguf-file", "tiny.gguf")
+    assert status == 0 and "tensors in 2 files" in output and "no problems found" in output
     assert resolve("org/gguf/tiny.gguf") == Path(out.strip())
     assert {Path(name).name for name in downloads(server)} == {"tiny.gguf", "tiny-mtp.gguf"}
 

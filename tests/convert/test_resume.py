@@ -141,8 +141,8 @@ def test_two_processes_do_not_write_one_file(tiny, tmp_path):
     import fcntl
 
     out = tmp_path / "m.gguf"
-    with open(journal_path(out), "a+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(journal_path(out), "a+b") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(ConvertError, match="held by another process"):
             run_conversion(plan(tiny, out, "gguf"), 1, False)
 

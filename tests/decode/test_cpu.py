@@ -157,14 +157,14 @@ def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, le
     step(fast, state, [SequenceChunk(0, 0, tokens[:40])])
     step(fast, state, [SequenceChunk(1, 0, other[:122])])
     for ahead in range(0, 96, length):
-        at, place = 40 + ahead, 122 + ahead // length
+        at, index = 40 + ahead, 122 + ahead // length
         pieces = [SequenceChunk(0, at + n, tokens[at + n : at + n + 1]) for n in range(length)]
         with torch.inference_mode():
-            batch = Batch.of([*pieces, SequenceChunk(1, place, other[place : place + 1])])
+            batch = Batch.of([*pieces, SequenceChunk(1, index, other[index : index + 1])])
             assert is_decode_step(batch, state)
             logits = fast.logits(fast.run(batch, state, NoTap())[0])
         assert (logits[:length] - sequences[0][1][at : at + length]).abs().max() <= TOLERANCE
-        assert (logits[length] - other_logits[place]).abs().max() <= TOLERANCE
+        assert (logits[length] - other_logits[index]).abs().max() <= TOLERANCE
 
 
 def test_slots_and_pages_can_be_anywhere_and_need_no_clearing(fast, sequences):

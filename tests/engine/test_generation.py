@@ -243,8 +243,8 @@ def test_batch_invariance_of_the_plain_twins_and_after_preemption(plain):
 def test_a_difference_with_a_large_margin_is_an_error(oracle, oracle_tokens):
     """Shows that the tests above can fail."""
     wrong = [*oracle_tokens[1][:10], (oracle_tokens[1][10] + 1) % TINY.vocab_size, *oracle_tokens[1][11:]]
-    found = explain_difference(oracle, PROMPTS[1], wrong, oracle_tokens[1])
-    assert found is not None and found.index == 10 and found.margin > 1e-4
+    result = explain_difference(oracle, PROMPTS[1], wrong, oracle_tokens[1])
+    assert result is not None and result.index == 10 and result.margin > 1e-4
     with pytest.raises(AssertionError, match="no call was close"):
         assert_same_tokens(oracle, PROMPTS[1], wrong, oracle_tokens[1])
     with pytest.raises(AssertionError, match="ends before the other"):
@@ -257,5 +257,5 @@ def test_a_difference_at_a_tie_is_accepted(oracle_tokens):
     with torch.no_grad():
         made.head.weight[twin] = made.head.weight[oracle_tokens[1][0]] * (1 + 1e-7)
     other = [twin, *oracle_tokens[1][1:]]
-    found = explain_difference(build_oracle(made), PROMPTS[1], other, oracle_tokens[1])
-    assert found is not None and found.index == 0 and found.what == "token" and found.margin < 1e-4
+    result = explain_difference(build_oracle(made), PROMPTS[1], other, oracle_tokens[1])
+    assert result is not None and result.index == 0 and result.what == "token" and result.margin < 1e-4

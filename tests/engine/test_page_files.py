@@ -95,8 +95,8 @@ def test_every_written_page_includes_its_state_rows(model, tmp_path, snapshots):
     written = files_of(tmp_path)
     assert len(written) >= 6
     for path in written:
-        found = decode(path.read_bytes(), path.parent.name, bytes.fromhex(path.stem))
-        assert any(name.startswith("rows ") for name in found), path
+        result = decode(path.read_bytes(), path.parent.name, bytes.fromhex(path.stem))
+        assert any(name.startswith("rows ") for name in result), path
 
 
 def test_other_weights_numerics_or_batch_modes_do_not_share_pages(model, tmp_path):
@@ -163,10 +163,10 @@ def test_any_damage_is_detected(where, kind, bit):
 
 
 def test_round_trip_is_bit_identical_and_invalid_contents_with_a_valid_digest_decode_to_none():
-    found = decode(encode("ab" * 16, b"k" * 16, TENSORS), "ab" * 16, b"k" * 16)
-    assert found.keys() == TENSORS.keys()
+    result = decode(encode("ab" * 16, b"k" * 16, TENSORS), "ab" * 16, b"k" * 16)
+    assert result.keys() == TENSORS.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        torch.equal(result[name], tensor) and result[name].dtype == tensor.dtype
         for name, tensor in TENSORS.items()
     )
     for body in (b"", b"\x05" + b"\0" * 7 + b"[1,2]", (9).to_bytes(8, "little") + b'{"model":'):
@@ -180,8 +180,8 @@ def test_the_disk_limit_holds_and_named_pages_are_evicted_last(tmp_path):
     foreign.write(b"z" * 16, TENSORS)
     files = PageFiles(tmp_path, b"m" * 16, 4 * size)
     files.protected = {b"\0" * 16}
-    for number in range(scaled(300, 30)):
-        files.write(bytes([number % 256]) * 16, TENSORS)
+    for index in range(scaled(300, 30)):
+        files.write(bytes([index % 256]) * 16, TENSORS)
         assert files.held_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= 4 * size
     assert b"\0" * 16 in files and b"z" * 16 not in PageFiles(tmp_path, b"f" * 16, 4 * size)
     PageFiles(tmp_path, b"m" * 16, 2 * size)
@@ -223,9 +223,9 @@ def test_a_process_killed_while_writing_leaves_no_invalid_page(tmp_path, after):
     assert not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
     whole = len(files_of(tmp_path))
     assert whole >= 1
-    for number in range(whole):
-        found = files.read(number.to_bytes(16, "big"), {"page x": big})
-        assert torch.equal(found["page x"], big + number)
+    for index in range(whole):
+        result = files.read(index.to_bytes(16, "big"), {"page x": big})
+        assert torch.equal(result["page x"], big + index)
     assert files.refused == 0
 
 
@@ -262,8 +262,8 @@ def test_a_name_refers_to_the_last_prompt_that_used_it(model):
 
 def test_the_number_of_names_is_limited_and_an_invalid_file_is_ignored(tmp_path):
     contexts = NamedContexts(tmp_path / "contexts.json")
-    for number in range(MAX_NAMES + 3):
-        contexts.bind(f"name {number}", [bytes([number])])
+    for index in range(MAX_NAMES + 3):
+        contexts.bind(f"name {index}", [bytes([index])])
     assert len(contexts.names) == MAX_NAMES and contexts.names[0] == "name 3"
     assert NamedContexts(tmp_path / "contexts.json").names == contexts.names
     assert "name 2" not in json.loads((tmp_path / "contexts.json").read_text())

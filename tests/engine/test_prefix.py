@@ -97,19 +97,19 @@ def test_every_page_is_free_idle_or_allocated_and_only_kept_pages_are_shared(mov
         elif move == 4 and allocated:
             pool.release([allocated.pop(which % len(allocated))])
         elif move == 5 and kept:
-            pool.forget(number := sorted(kept)[which % len(kept)])
-            kept.discard(number)
+            pool.forget(index := sorted(kept)[which % len(kept)])
+            kept.discard(index)
         assert pool.num_free == size - len(set(allocated)) and pool.num_idle == len(kept - set(allocated))
-    for number in gone:
-        assert 0 <= number < size
+    for index in gone:
+        assert 0 <= index < size
 
 
 def test_eviction_takes_the_longest_idle_page_and_later_pages_first():
     gone: list[int] = []
     pool = IdPool(4, gone.append)
     chain = pool.allocate(3)
-    for number in chain:
-        pool.keep(number)
+    for index in chain:
+        pool.keep(index)
     pool.release(chain)
     assert pool.num_free == 4 and pool.allocate(2) is not None and gone == [chain[2]]
     pool.share(chain[:1])
@@ -358,10 +358,10 @@ def test_an_interrupted_step_caches_nothing(model):
 
         def run(self, *arguments):
             calls.append(1)
-            found = real(*arguments)
+            result = real(*arguments)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-            return found
+            return result
 
     core.runner.model = Interrupted()
     request = ask(TEXTS[0][:600], 3)

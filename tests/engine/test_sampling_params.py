@@ -171,7 +171,5 @@ def test_any_value_is_accepted_or_raises_option_error(options):
         made = SamplingParams.from_kwargs(**options)
     except OptionError:
         return
-    numbers = [made.temperature, made.top_p, made.min_p, made.presence_penalty, made.repetition_penalty]
-    assert (
-        all(type(number) is float and math.isfinite(number) for number in numbers) and hash(made) is not None
-    )
+    values = [made.temperature, made.top_p, made.min_p, made.presence_penalty, made.repetition_penalty]
+    assert all(type(value) is float and math.isfinite(value) for value in values) and hash(made) is not None

@@ -23,9 +23,9 @@ BORDER = 4096
 def snapshot(seed: int, lengths: list[int]) -> Snapshot:
     """Rings of two dtypes and odd widths, some without rows."""
     made, pick = Snapshot(seed), torch.Generator().manual_seed(seed)
-    for number, length in enumerate(lengths):
-        rows = torch.randn(length, 3 + 2 * number, generator=pick)
-        made.rows[f"{number}.keys"] = rows.bfloat16() if number % 2 == 0 else rows
+    for index, length in enumerate(lengths):
+        rows = torch.randn(length, 3 + 2 * index, generator=pick)
+        made.rows[f"{index}.keys"] = rows.bfloat16() if index % 2 == 0 else rows
     return made
 
 

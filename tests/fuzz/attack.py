@@ -106,13 +106,13 @@ class ProcessMeter:
 
     def thread_seconds(self) -> dict[int, float]:
         """Processor seconds of every thread since it began, by thread id."""
-        found = {}
+        result = {}
         for task in Path(f"/proc/{self.pid}/task").iterdir():
             try:
-                found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+                result[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
             except OSError:  # the thread has ended
                 continue
-        return found
+        return result
 
 
 def as_case(path: str, raw: bytes, found: str) -> dict[str, Any]:

@@ -431,7 +431,7 @@ def random_body(dice: random.Random) -> tuple[str, bytes]:
 
 def with_huge_numbers() -> list[tuple[str, bytes]]:
     """Every number, and every word for positions, of every body replaced by each number of `HUGE`."""
-    found = []
+    result = []
     for path, body in BODIES:
         for index, (node, key) in enumerate(places(body)):
             if type(node[key]) in (int, float):
@@ -439,5 +439,5 @@ def with_huge_numbers() -> list[tuple[str, bytes]]:
                     changed = copy.deepcopy(body)
                     at, name = places(changed)[index]
                     at[name] = number
-                    found.append((path, json.dumps(changed).encode()))
-    return found
+                    result.append((path, json.dumps(changed).encode()))
+    return result

@@ -44,22 +44,22 @@ def shrunk_bytes(raw: bytes, fails: Callable[[bytes], bool], tries: int = 400) -
 
 def _simpler(body: Any) -> list[Any]:
     """Bodies with one part removed or simplified, largest parts first."""
-    found = []
+    result = []
     for index, (node, key) in enumerate(places(body)):
         removed = copy.deepcopy(body)
         at, name = places(removed)[index]
         del at[name]
-        found.append(removed)
+        result.append(removed)
         if isinstance(node[key], list) and len(node[key]) > 1:
             halved = copy.deepcopy(body)
             at, name = places(halved)[index]
             at[name] = at[name][: len(at[name]) // 2]
-            found.append(halved)
+            result.append(halved)
         for simple in SIMPLE:
             weight = len(repr(node[key]))
             if weight > len(repr(simple)):
                 changed = copy.deepcopy(body)
                 at, name = places(changed)[index]
                 at[name] = copy.deepcopy(simple)
-                found.append(changed)
-    return sorted(found, key=lambda each: len(repr(each)))
+                result.append(changed)
+    return sorted(result, key=lambda each: len(repr(each)))

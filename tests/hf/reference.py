@@ -59,21 +59,21 @@ class Reference:
 
             handles.append(module.register_forward_hook(run))
 
-        for number, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             attention = layer.get_submodule(ATTENTION.get(self.kind, "self_attn"))
-            before(layer, "pre_attn", number)
-            before(layer.get_submodule(PROJECTION.get(self.kind, "self_attn.o_proj")), "attn_z", number)
+            before(layer, "pre_attn", index)
+            before(layer.get_submodule(PROJECTION.get(self.kind, "self_attn.o_proj")), "attn_z", index)
             after(
-                layer.post_attention_layernorm if self.kind in AFTER_NORMS else attention, "attn_out", number
+                layer.post_attention_layernorm if self.kind in AFTER_NORMS else attention, "attn_out", index
             )
             if not self.parallel:
                 middle = layer.get_submodule(MIDDLE.get(self.kind, "post_attention_layernorm"))
-                before(middle, "post_attn", number, carried=True)
-            before(layer.mlp, "mlp_in", number)
+                before(middle, "post_attn", index, carried=True)
+            before(layer.mlp, "mlp_in", index)
             after(
-                layer.post_feedforward_layernorm if self.kind in AFTER_NORMS else layer.mlp, "mlp_out", number
+                layer.post_feedforward_layernorm if self.kind in AFTER_NORMS else layer.mlp, "mlp_out", index
             )
-            after(layer, "post_mlp", number)
+            after(layer, "post_mlp", index)
         before(self.model.base_model.get_submodule(self.final), "final_hidden", len(self.layers) - 1)
         try:
             yield

@@ -49,8 +49,8 @@ def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: in
         pieces = [SequenceChunk(slot, start, ids[start:cut]) for slot, ids in enumerate(tokens)]
         hidden, streams = model.run(Batch.of(pieces, DEVICE), state, EagerTap(see))
         start = cut
-    found = {key: torch.cat(parts) for key, parts in seen.items()}
-    return found | {("streams", -1): streams, ("logits", -1): model.logits(hidden)}
+    result = {key: torch.cat(parts) for key, parts in seen.items()}
+    return result | {("streams", -1): streams, ("logits", -1): model.logits(hidden)}
 
 
 @torch.no_grad()
@@ -69,11 +69,11 @@ def test_a_mixer_renews_its_cached_halves_when_its_matrix_changes(monkeypatch):
     )
 
     def check_read() -> torch.Tensor:
-        found = mixer.read(streams)
+        result = mixer.read(streams)
         true = plain.read(streams, mixer.fn, mixer.base, mixer.scale, mixer.iters, mixer.eps, mixer.rms_eps)
-        for actual, expected in zip(found, true):
+        for actual, expected in zip(result, true):
             assert (actual.float() - expected.float()).norm() < 1e-3 * expected.float().norm()
-        return found[3]
+        return result[3]
 
     first = check_read()
     mixer.fn.mul_(-3.0)

@@ -77,14 +77,14 @@ def test_a_replayed_step_with_edits_equals_the_launched_one():
             }
         ),
     )
-    found, staging = [], StepStaging(device)
+    result, staging = [], StepStaging(device)
     for _ in range(4):
         job = CaptureJob([("mlp_out", 1), ("mhc_streams_final", 1)])
         tap = arm(staging, [Span(Plan(jobs=(job,), edits=edits), 0, 512, [7], 4)], 1)
         logits, _ = graphs.step([7], [512], [0], tap, graphs.plan(tap))
         tap.deliver()
-        found.append([logits, *(job.got[key][0] for key in job.keys)])
+        result.append([logits, *(job.got[key][0] for key in job.keys)])
     assert [tapped.graph is not None for tapped in graphs._tapped.values()] == [True]
-    for later in found[1:]:
-        for first, other in zip(found[0], later):
+    for later in result[1:]:
+        for first, other in zip(result[0], later):
             assert (first.float() - other.float()).abs().max() <= 0.02 * first.float().abs().max()

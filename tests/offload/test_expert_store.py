@@ -84,10 +84,10 @@ def filled(resident, spare=2, copy_stream=None):
 
 def read(store, expert):
     """What a kernel reads at the addresses of the table."""
-    layer, number = expert
+    layer, index = expert
     parts = []
     for address, (rows, columns), dtype in zip(
-        store.table[layer, number].tolist(), store.layout.shapes, DTYPES
+        store.table[layer, index].tolist(), store.layout.shapes, DTYPES
     ):
         data = bytearray(ctypes.string_at(address, rows * columns))
         parts.append(torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows, columns))
@@ -116,7 +116,7 @@ def check(store, truth):
         "an address belongs to one expert"
     )
     assert store.resident().tolist() == [
-        [not store.is_cold((layer, number)) for number in range(EXPERTS)] for layer in range(LAYERS)
+        [not store.is_cold((layer, index)) for index in range(EXPERTS)] for layer in range(LAYERS)
     ]
     for expert in ALL_EXPERTS:
         for seen, true in zip(read(store, expert), truth[expert]):

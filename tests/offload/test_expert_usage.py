@@ -22,8 +22,8 @@ def saved(path, layers=3, experts=4, steps=100):
 
 def test_counts_round_trip(tmp_path):
     reads = saved(tmp_path / "counts.json")
-    found = ExpertCounts.load(tmp_path / "counts.json", 3, 4)
-    assert torch.equal(found.reads, reads) and found.reads.dtype is torch.int64 and found.steps == 100
+    result = ExpertCounts.load(tmp_path / "counts.json", 3, 4)
+    assert torch.equal(result.reads, reads) and result.reads.dtype is torch.int64 and result.steps == 100
     assert [file.name for file in tmp_path.iterdir()] == ["counts.json"], "no temporary file remains"
 
 
@@ -86,10 +86,12 @@ def test_any_changed_character_is_detected(tmp_path_factory, data):
     else:
         path.write_bytes(text[:at] + bytes([data.draw(st.integers(0, 255))]) + text[at + 1 :])
     try:
-        found = ExpertCounts.load(path, 3, 4)
+        result = ExpertCounts.load(path, 3, 4)
     except CountsFileError:
         return
-    assert torch.equal(found.reads, reads) and found.steps == 100, "accepted contents equal the written ones"
+    assert torch.equal(result.reads, reads) and result.steps == 100, (
+        "accepted contents equal the written ones"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\xfe", b"NaN", b"[" * 100_000])

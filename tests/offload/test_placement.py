@@ -56,11 +56,11 @@ def test_the_hit_rate_on_zipf_traffic_equals_theory():
     usage = ExpertUsage(LAYERS, EXPERTS)
     usage.add(Traffic(shares, 1, seed=6).reads(scaled(20_000, 4_000)), scaled(20_000, 4_000))
     best = shares.flatten().sort(descending=True).values[:count].sum() / LAYERS
-    found = hit_rate(trace, usage.hottest(count))
-    assert found == pytest.approx(float(best), abs=0.01), "frequency placement reaches the optimum"
+    result = hit_rate(trace, usage.hottest(count))
+    assert result == pytest.approx(float(best), abs=0.01), "frequency placement reaches the optimum"
     random_rates = [hit_rate(trace, some_resident(LAYERS, EXPERTS, 0.9, seed)) for seed in range(8)]
     assert sum(random_rates) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits with its share"
-    assert 1 - found < 0.25 * (1 - sum(random_rates) / 8), "and a random set misses several times as often"
+    assert 1 - result < 0.25 * (1 - sum(random_rates) / 8), "and a random set misses several times as often"
 
 
 def test_swaps_converge_to_the_best_set():
@@ -96,8 +96,8 @@ def test_placement_adapts_to_changed_traffic():
     fresh = Traffic(second, 2, seed=9).steps(2000)
     stale = hit_rate(fresh, resident)
     resident, _ = run_policy(usage, resident, Traffic(second, 2, seed=7), 500)
-    found, best = hit_rate(fresh, resident), hit_rate(fresh, usage.hottest(int(resident.sum())))
-    assert found > best - 0.07 and found > stale + 0.2, (stale, found, best)
+    result, best = hit_rate(fresh, resident), hit_rate(fresh, usage.hottest(int(resident.sum())))
+    assert result > best - 0.07 and result > stale + 0.2, (stale, result, best)
 
 
 def test_initial_counts_decide_the_initial_placement():
@@ -184,9 +184,9 @@ def test_traces_of_another_thread_are_not_affected_by_swaps(model):
     other = threading.Thread(target=run_traces)
     other.start()
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (9, 30)]
-    found = answers(offloaded, placement, prompts)
+    result = answers(offloaded, placement, prompts)
     other.join()
-    assert found == answers(model, None, prompts) and not wrong
+    assert result == answers(model, None, prompts) and not wrong
 
 
 class _AlwaysSwap(ExpertUsage):

@@ -123,7 +123,7 @@ def test_waves_copy_each_expert_to_the_device_in_turn(model, spare):
 def test_an_expert_in_a_swap_is_read_at_its_home(model):
     """The cold expert of a swap in progress cannot be cached; the chunk reads it at its home."""
     _, store = offloaded_model(model, 0.5, copy_stream=_Never())
-    hot, cold = (tuple(found.nonzero()[0].tolist()) for found in (store.resident(), ~store.resident()))
+    hot, cold = (tuple(mask.nonzero()[0].tolist()) for mask in (store.resident(), ~store.resident()))
     assert store.swap(cold, hot)
     with ExpertPrefetch(store, cold[0], [cold[1]]) as prefetch:
         home = store.home_parts(cold)
@@ -140,7 +140,7 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     tables = {0: offloaded.layers[0].ffn.gate.tid2eid.cpu()}
     prefetch = HashRoutePrefetch(store, tables)
     tokens = [3, 400, 3]
-    expected = sorted({(0, number) for token in tokens for number in tables[0][token].tolist()})
+    expected = sorted({(0, index) for token in tokens for index in tables[0][token].tolist()})
     assert prefetch.cold_experts(tokens) == expected
     assert prefetch.begin(tokens) == len(expected)
     store.publish()

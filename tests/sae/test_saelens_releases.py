@@ -191,8 +191,8 @@ def test_a_release_is_found_by_name_and_computes_its_features(name, cache):
     np.testing.assert_allclose(sae.encode(X).numpy(), expected.numpy(), atol=1e-5)
     # the same files by their path on the hub and on the disk, with what they do not say
     release = find_release(name)
-    told = {"centered": release.centered or None, "input_scale": release.input_scale}
-    assert Sae.load(str(release.where), **told).digest == Sae.load(folder, **told).digest == sae.digest
+    options = {"centered": release.centered or None, "input_scale": release.input_scale}
+    assert Sae.load(str(release.where), **options).digest == Sae.load(folder, **options).digest == sae.digest
 
 
 def test_names_of_other_tensors_are_no_sites(cache, tmp_path):
@@ -300,9 +300,9 @@ def test_transcoders_are_refused_by_name(tmp_path):
 def test_features_equal_those_of_saelens(cache, tmp_path):
     """Every release form, and a file that we wrote, through SAELens' own loader and encoder."""
     jobs, ours = [], []
-    for name, (_, told, more, _) in CASES.items():
+    for name, (_, options, more, _) in CASES.items():
         folder, _ = write(cache, name)
-        jobs.append({"path": str(folder), "centered": "model_from_pretrained_kwargs" in more, **told})
+        jobs.append({"path": str(folder), "centered": "model_from_pretrained_kwargs" in more, **options})
         ours.append(Sae.load(name))
     for at, sae in enumerate([*ours]):
         jobs.append({"path": str(sae.save(tmp_path / f"saved{at}"))})

@@ -86,8 +86,8 @@ def test_delta_clamps_on_a_partial_dictionary(tmp_path, engine, activation, para
         after = engine.generate(prompt, max_tokens=1, steer=[edit], capture=spec).acts[HOOK, LAYER].tensor
         expected = changed(before, tensors, {34: 5.0, 4000: -1.0}, active)
         torch.testing.assert_close(after.double(), expected, rtol=1e-4, atol=1e-3)
-        found = {hit.feature for row in engine.features(prompt, "gg", 4) for hit in row}
-        assert found and found <= set(IDS)
+        result = {hit.feature for row in engine.features(prompt, "gg", 4) for hit in row}
+        assert result and result <= set(IDS)
         assert engine.saes.status()["modules"][0]["features"] == sorted(IDS)
         with pytest.raises(SaeError, match="feature 5 has no row here: these files have 4 of 4096"):
             engine.generate(prompt, max_tokens=1, steer=[SaeSet("gg", {5: 1.0})])

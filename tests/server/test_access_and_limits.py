@@ -358,12 +358,10 @@ def test_r13_overload_is_refused_and_other_requests_are_served(guarded):
             limits=httpx2.Limits(max_connections=60),
         ) as client:
 
-            async def one(number: int) -> int:
-                await asyncio.sleep(number % 4 * 0.2)
-                body = {"messages": user(f"Say {number}."), "max_tokens": 12, "ignore_eos": True}
-                key = {
-                    "authorization": f"Bearer {(KEY, OTHER)[number % 2]}"
-                }  # neither key may fill the queue
+            async def one(index: int) -> int:
+                await asyncio.sleep(index % 4 * 0.2)
+                body = {"messages": user(f"Say {index}."), "max_tokens": 12, "ignore_eos": True}
+                key = {"authorization": f"Bearer {(KEY, OTHER)[index % 2]}"}  # neither key may fill the queue
                 answer = await client.post(CHAT, json=body, headers=key)
                 if answer.status_code == 429:
                     assert int(answer.headers["retry-after"]) >= 1
@@ -372,7 +370,7 @@ def test_r13_overload_is_refused_and_other_requests_are_served(guarded):
                     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 12
                 return answer.status_code
 
-            codes = await asyncio.gather(*(one(number) for number in range(scaled(200, 40))))
+            codes = await asyncio.gather(*(one(index) for index in range(scaled(200, 40))))
             assert (await client.get("/health")).status_code == 200
         assert set(codes) == {200, 429} and codes.count(200) >= 4
 

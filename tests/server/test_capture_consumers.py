@@ -142,6 +142,6 @@ def test_a_call_that_is_refused_leaves_no_file_and_no_taken_id(served):
     answer = served.post(CHAT, {**body, "max_tokens": 10**6})
     assert answer.status_code == 400, answer.text
     assert not list((served.root / "http").glob("refused*"))
-    found = served.post(CHAT, {**body, "max_tokens": 2, "capture_wait": True}).json()["capture_results"]
-    assert found["filesystem"]["status"] == "ok"
+    result = served.post(CHAT, {**body, "max_tokens": 2, "capture_wait": True}).json()["capture_results"]
+    assert result["filesystem"]["status"] == "ok"
     assert len(read_request(served.root / "http" / "refused-0")) == 1

@@ -382,8 +382,8 @@ def test_clients_retry_when_the_queue_is_full(tmp_path):
             openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient,
         ):
             long = {**ASK, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
-            with eager.chat.completions.create(**long, stream=True) as held:
-                next(iter(held))
+            with eager.chat.completions.create(**long, stream=True) as answer:
+                next(iter(answer))
                 with pytest.raises(openai.RateLimitError) as caught:
                     eager.chat.completions.create(**ASK)
                 assert (

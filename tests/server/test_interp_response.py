@@ -409,8 +409,8 @@ def test_e6_a_module_removed_during_use(served, engine):
     whole = served.post(CHAT, body).json()["choices"][0]["token_ids"]
     ids = []
     with served.http as client, client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
-        for number, line in enumerate(answer.iter_lines()):
-            if number == 6:
+        for index, line in enumerate(answer.iter_lines()):
+            if index == 6:
                 assert served.post("/v1/steering/modules/unregister", {"name": "brief"}).status_code == 200
             if line.startswith("data: {"):
                 ids += [i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())]

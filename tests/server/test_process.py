@@ -101,8 +101,8 @@ def test_e4_on_a_signal_it_drains_requests_and_seals_captures(tmp_path):
         }
         ids, refused = [], 0
         with running.http as client, client.stream("POST", CHAT, json=body) as answer:
-            for number, line in enumerate(answer.iter_lines()):
-                if number == 4:
+            for index, line in enumerate(answer.iter_lines()):
+                if index == 4:
                     running.process.send_signal(signal.SIGTERM)
                     wait_until_draining(running)
                     try:

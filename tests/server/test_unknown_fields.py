@@ -18,14 +18,14 @@ SOURCES = sorted(Path(birkhoff.server.__file__).parent.glob("*.py"))
 
 
 def models() -> list[type[RequestBody]]:
-    found: list[type[RequestBody]] = []
+    result: list[type[RequestBody]] = []
     queue = [RequestBody]
     while queue:
         model = queue.pop()
         queue += model.__subclasses__()
-        if model.__module__.startswith("birkhoff.") and model not in (RequestBody, StrictBody, *found):
-            found.append(model)
-    return found
+        if model.__module__.startswith("birkhoff.") and model not in (RequestBody, StrictBody, *result):
+            result.append(model)
+    return result
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.__name__)

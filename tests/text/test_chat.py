@@ -47,12 +47,12 @@ def test_official_fixtures_byte_for_byte(official, official_literals, number, th
 def test_official_fixtures_become_the_ids_of_the_released_pipeline(
     official, official_literals, tokenizer, library
 ):
-    for number, thinking in ((1, True), (2, True), (3, True), (4, False)):
-        given_ = json.loads((official / f"test_input_{number}.json").read_text(encoding="utf-8"))
+    for index, thinking in ((1, True), (2, True), (3, True), (4, False)):
+        given_ = json.loads((official / f"test_input_{index}.json").read_text(encoding="utf-8"))
         messages, tools = (
             (given_["messages"], given_["tools"]) if isinstance(given_, dict) else (given_, None)
         )
-        whole = (official / f"test_output_{number}.txt").read_text(encoding="utf-8")
+        whole = (official / f"test_output_{index}.txt").read_text(encoding="utf-8")
         ids = encode_chat(messages, tokenizer, official_literals, thinking=thinking, tools=tools)
         assert ids == library.encode(whole, add_special_tokens=False).ids
 

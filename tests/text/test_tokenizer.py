@@ -20,13 +20,13 @@ CONTEXT = "Naïve  café 123456\n\n狐狸 🙂 <b>x</b>｜"
 
 def test_no_added_token_can_be_typed_at_any_place(tokenizer, library):
     dangerous = 0
-    for marker, number in tokenizer.markers.items():
+    for marker, marker_id in tokenizer.markers.items():
         for index in range(len(CONTEXT) + 1):
             text = CONTEXT[:index] + marker + CONTEXT[index:]
             ids = tokenizer.encode(text)
             assert tokenizer.added_ids.isdisjoint(ids), (marker, index)
             assert tokenizer.decode(ids) == text
-        dangerous += number in library.encode(marker, add_special_tokens=False).ids
+        dangerous += marker_id in library.encode(marker, add_special_tokens=False).ids
     assert dangerous == len(tokenizer.markers)  # the library does convert each of them to its id
 
 
@@ -111,8 +111,8 @@ def test_marker_inside_the_vocabulary_and_merges_cannot_be_reached(byte_json):
     raw = json.loads(byte_json)
     steps = ["<", "<t", "<th", "<thi", "<thin", "<think", "<think>", "<think>!"]
     think = next(entry for entry in raw["added_tokens"] if entry["content"] == "<think>")
-    for number, token in enumerate(steps[1:-2], start=512):
-        raw["model"]["vocab"][token] = number
+    for index, token in enumerate(steps[1:-2], start=512):
+        raw["model"]["vocab"][token] = index
     raw["model"]["vocab"] |= {"<think>": think["id"], "<think>!": 600}
     raw["model"]["merges"] = [[a, b[-1]] for a, b in itertools.pairwise(steps)]
     for ignore_merges in (False, True):

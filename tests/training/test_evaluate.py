@@ -31,9 +31,9 @@ def test_padding_is_left_out_and_not_missed(data, length):
         with torch.no_grad():
             whole = measure(forward, weights, rows, 2, 4, torch.float32)
             trimmed = _measure_trimmed(forward, weights, rows, 2, 4)
-        for wanted, found in zip(whole, trimmed, strict=True):
-            assert (found.tokens, found.mtp_tokens) == (wanted.tokens, wanted.mtp_tokens) and wanted.tokens
-            assert found.nats == pytest.approx(wanted.nats, abs=1e-3) and found.accepted == wanted.accepted
+        for wanted, result in zip(whole, trimmed, strict=True):
+            assert (result.tokens, result.mtp_tokens) == (wanted.tokens, wanted.mtp_tokens) and wanted.tokens
+            assert result.nats == pytest.approx(wanted.nats, abs=1e-3) and result.accepted == wanted.accepted
 
 
 def test_the_card_says_what_was_measured(data, tmp_path):
@@ -43,13 +43,13 @@ def test_the_card_says_what_was_measured(data, tmp_path):
     out = tmp_path / "out"
     record = finish(tools, outcome, out, folder / "tokenizer")
     asks = [Ask("Hello!"), Ask("Tell me a story.", 0.8, 3)]
-    found = {
+    result = {
         "cut": record["stored"],
         "alive": record["alive"],
         "exact": {"records": 7, "worst_difference": 2e-6},
         "samples": written(out, asks, 9),
     }
-    (tmp_path / "found.json").write_text(json.dumps(found))
+    (tmp_path / "found.json").write_text(json.dumps(result))
     extra = ["--record", str(out / "training.json"), "--evaluation", str(tmp_path / "found.json")]
     assert card.main([str(out), *extra]) == 0
     text = (out / "MODEL_CARD.md").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def test_the_card_says_what_was_measured(data, tmp_path):
         assert f"| {before['nats_per_token']:.3f} | {before['bits_per_byte']:.3f} |" in text
     assert "On 7 records" in text and "2e-06" in text and "Built with Llama." in text and "{" not in text
     assert "**Tell me a story.** (temperature 0.8, seed 3)" in text
-    assert written(out, asks, 9) == found["samples"] and found["samples"][1]["tokens"] <= 9
+    assert written(out, asks, 9) == result["samples"] and result["samples"][1]["tokens"] <= 9
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path, capsys):

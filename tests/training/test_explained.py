@@ -15,7 +15,7 @@ from training import concepts, dictionary, labels, search, themes, vectors
 
 
 def told(source: str, count: int, sentence: str) -> list[tuple[str, str]]:
-    return [(source, f"{sentence} It was day {number}.") for number in range(count)]
+    return [(source, f"{sentence} It was day {index}.") for index in range(count)]
 
 
 def test_no_paragraph_makes_a_direction_and_judges_it():
@@ -72,8 +72,8 @@ def test_searches_are_read_back_and_tabled(tmp_path):
     path = tmp_path / "search.jsonl"
     assert search.read_searches(path) == {}
     trials = [trial(4, None, 0.75, 0.25), trial(4, (2,), 0.5, -0.125)]
-    found = {"name": "sea", "trials": [one.to_json() for one in trials], "separation": []}
-    path.write_text(json.dumps(found) + "\n")
+    result = {"name": "sea", "trials": [one.to_json() for one in trials], "separation": []}
+    path.write_text(json.dumps(result) + "\n")
     back = search.read_searches(path)["sea"]
     assert search.trials_of(back) == trials
     row = next(
@@ -130,7 +130,7 @@ def test_the_folder_has_one_name_for_each_feature_it_describes(tmp_path):
     back = Sae.load(tmp_path / "sae")
     assert back.labels == {3: '"dog" (1)', 4: '"dog" (2)', 5: "a / b", 6: "the sea", 8: 'before "x"'}
     kept = json.loads((tmp_path / "sae" / "features.json").read_text(encoding="utf-8"))
-    assert {int(number): said["label"] for number, said in kept.items()} == back.labels
+    assert {int(feature): entry["label"] for feature, entry in kept.items()} == back.labels
     assert torch.equal(back.encoder, sae.encoder) and torch.equal(back.decoder, sae.decoder)
     assert back.metadata["model_name"] == "nano"
 

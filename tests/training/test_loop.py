@@ -68,8 +68,8 @@ def test_what_ships_is_what_was_measured(finished, data, tmp_path):
     again = bench(data, tmp_path)
     weights = store.named(store.leaves(torch.float32))
     scores = [measure(again.forward, weights, part.rows, 2, 4, torch.float32) for part in again.held_out]
-    found = report(again.held_out, scores)["both"]["nats_per_token"]
-    assert found == pytest.approx(outcome.measured["both"]["nats_per_token"], abs=1e-5)
+    result = report(again.held_out, scores)["both"]["nats_per_token"]
+    assert result == pytest.approx(outcome.measured["both"]["nats_per_token"], abs=1e-5)
 
 
 def test_a_run_repeats_and_resumes_exactly(data, tmp_path):
@@ -184,9 +184,9 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
         )
         == 0
     )
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["exact"]["worst_difference"] < 1e-4
-    assert found["cut"]["both"]["nats_per_token"] == pytest.approx(
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["exact"]["worst_difference"] < 1e-4
+    assert result["cut"]["both"]["nats_per_token"] == pytest.approx(
         record["stored"]["both"]["nats_per_token"], abs=1e-4
     )
     assert "nats/token" in capsys.readouterr().out

@@ -27,9 +27,9 @@ def backend(monkeypatch):
 def test_a_whole_layer_is_one_graph_and_computes_the_same(data, tmp_path, backend):
     backend("aot_eager")
     shared = bench(data, tmp_path)
-    found = check_compiled(shared, SETTINGS)
-    assert found["agrees"] and found["error"] is None and shared.forward.compiled
-    assert found["compiled"] == pytest.approx(found["plain"], abs=1e-4)
+    result = check_compiled(shared, SETTINGS)
+    assert result["agrees"] and result["error"] is None and shared.forward.compiled
+    assert result["compiled"] == pytest.approx(result["plain"], abs=1e-4)
 
 
 def test_measuring_and_training_share_their_graphs(data, tmp_path, backend):
@@ -48,8 +48,8 @@ def test_a_compiler_that_fails_leaves_the_plain_functions(data, tmp_path, backen
 
     backend(broken)
     shared = bench(data, tmp_path)
-    found = check_compiled(shared, SETTINGS)
-    assert not found["agrees"] and "no such instruction" in found["error"] and not shared.forward.compiled
+    result = check_compiled(shared, SETTINGS)
+    assert not result["agrees"] and "no such instruction" in result["error"] and not shared.forward.compiled
 
 
 def test_kernels_are_checked_only_where_they_run():

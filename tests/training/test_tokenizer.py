@@ -106,5 +106,5 @@ def test_a_vocabulary_too_small_or_too_large_is_refused(made):
 
 def test_the_command_reports_compression(made, tmp_path, capsys):
     main(["--data", str(made[0]), "--out", str(tmp_path), "--vocab-size", str(VOCAB)])
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes_per_token"]["both"] > 2 and len(found["sha256"]) == 64
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes_per_token"]["both"] > 2 and len(result["sha256"]) == 64

@@ -51,8 +51,8 @@ def by_the_package(
         if kind is None:
             writer.add_tensor(name, array)
         else:
-            number = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(name, gguf.quants.quantize(array, number), raw_dtype=number)
+            index = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(array, index), raw_dtype=index)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -79,11 +79,11 @@ def test_numbers_a_float16_step_cannot_hold_are_refused():
 def test_other_types_come_through_the_gguf_package(kind):
     import gguf
 
-    number = gguf.GGMLQuantizationType[kind]
-    block, size = gguf.GGML_QUANT_SIZES[number]
+    index = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[index]
     raw = np.random.default_rng(3).integers(0, 256, (4, 2 * size), np.uint8)
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(raw, number)
+        expected = gguf.quants.dequantize(raw, index)
     got = decode(torch.from_numpy(raw), kind, "x")
     assert got.shape == (4, 2 * block) and np.array_equal(got.numpy(), expected, equal_nan=True)
 

@@ -146,8 +146,8 @@ def test_a_child_that_gives_up_is_an_error_and_not_a_hang(tiny_path, tmp_path, m
 def test_types_are_those_of_the_gguf_package():
     import gguf
 
-    for number, (name, block, size) in TYPES.items():
-        kind = gguf.GGMLQuantizationType(number)
+    for index, (name, block, size) in TYPES.items():
+        kind = gguf.GGMLQuantizationType(index)
         assert kind.name == name and gguf.GGML_QUANT_SIZES[kind] == (block, size)
 
 
@@ -212,11 +212,11 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
     rng, path = random.Random(7), tmp_path / "x.gguf"
     refused, slowest = 0, 0.0
     in_child, count = scaled(2000, 40), scaled(2000, 1000)
-    for number in range(count):
+    for index in range(count):
         path.write_bytes(mutated(raw, header_bytes, rng))
         began = time.perf_counter()
         try:
-            if number < in_child:
+            if index < in_child:
                 open_checkpoint(path)
             else:
                 _open_here(path)

@@ -41,8 +41,8 @@ def test_a_good_checkpoint(tiny_path):
         t.nbytes for name, t in tensors.items() if name.startswith("mtp.")
     )
     assert report.bytes_by_class["vocabulary"] == 2 * 512 * 64 * 2 and "other" not in report.bytes_by_class
-    numbers = [tensor.shape for tensor in model_tensors(preset("tiny")) if tensor.storage != "ids"]
-    assert report.parameters == sum(math.prod(shape) for shape in numbers)
+    shapes = [tensor.shape for tensor in model_tensors(preset("tiny")) if tensor.storage != "ids"]
+    assert report.parameters == sum(math.prod(shape) for shape in shapes)
     raw = json.loads(report.to_json())
     assert raw["config"]["hidden_size"] == 64 and raw["weight_bytes"]["float32"] == 4 * report.parameters
 

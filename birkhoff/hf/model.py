@@ -97,7 +97,7 @@ class HfModel:
         tap: Tap | None = None,
     ) -> torch.Tensor:
         """Token ids [B, Q] to the normed residual [B, Q, d]; row `b * Q + q` of every site is token (b, q)."""
-        self._running.tap = None if isinstance(tap, NoTap) else tap
+        self._running.tap = None if type(tap) is NoTap else tap  # taps of steps derive from it
         try:
             output = self.network.base_model(
                 input_ids=token_ids,

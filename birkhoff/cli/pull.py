@@ -25,6 +25,8 @@ from birkhoff.cli.inspect import print_report
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import ProgressCallback, print_status, progress_bar
 from birkhoff.errors import BirkhoffError, CheckpointError, HubError, OptionError, quoted
+from birkhoff.hf.checkpoint import family_of, read_config, runs_here
+from birkhoff.hf.families import Family
 from birkhoff.hf_hub import INDEX, RemoteRepo, RepoPath, cache_folder, select_files
 from birkhoff.sae.releases import find_release
 
@@ -169,7 +171,7 @@ class _PullPlan:
 
     def print(self, console: Console) -> None:
         if self.report is None or self.device is None:
-            print_status(f"no plan of our engine: {self.reason}")
+            print_status(f"no plan of our own engine: {self.reason}")
             if self.weight_bytes:
                 print_status(f"the weights take {format_bytes(self.weight_bytes)} of memory as stored")
             return
@@ -207,13 +209,24 @@ def _plan(
             report = inspect_checkpoint(path)
         except CheckpointError as error:
             return _PullPlan(None, None, str(error), size, broken=True)
-    if any(problem["code"] in ("config", "model-unsupported") for problem in report.problems):
-        return _PullPlan(None, None, report.problems[0]["message"], size)
+        if any(problem["code"] in ("config", "model-unsupported") for problem in report.problems):
+            try:
+                if is_gguf or not runs_here(raw := read_config(stand_in)):
+                    return _PullPlan(None, None, report.problems[0]["message"], size, broken=True)
+                return _PullPlan(None, None, _ordinary_plan(family_of(raw), report), size)
+            except BirkhoffError as error:
+                return _PullPlan(None, None, str(error), size, broken=True)
     if device_bytes is None:
         gpus = [memory for place, memory in device_memory().items() if place != "host"]
         device_bytes = max(gpus, default=None)
     device = device_plan(report, device_bytes, context, requests, (DEVICE_SPEED, BUS_SPEED))
     return _PullPlan(replace(report, path=str(repo.where)), device, "", size)
+
+
+def _ordinary_plan(family: Family, report: Inspection) -> str:
+    """What runs a checkpoint of another architecture than V4, and how much memory its weights take."""
+    sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
+    return f"{family.title} runs through Transformers (docs/models.md). Memory of the weights: {sizes}."
 
 
 def _write_headers(repo: RemoteRepo, weights: list[str], folder: Path) -> None:

@@ -124,6 +124,14 @@ def test_a_checkpoint_that_would_not_load_is_refused_before_the_download(server,
     with pytest.raises(CheckpointError, match=r"would not load: .*--force"):
         run("org/broken")
     assert run("org/broken", "--dry-run")[0] == 1
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
+    (tmp_path / "images/model.safetensors").write_bytes(
+        (tiny / "model-00001-of-00004.safetensors").read_bytes()
+    )
+    server.repos["org/images"] = tmp_path / "images"
+    with pytest.raises(CheckpointError, match=r"would not load: .*multimodal"):
+        run("org/images")
     assert not downloads(server)
     assert run("org/broken", "--force")[0] == 0 and len(downloads(server)) == 4
 
@@ -140,7 +148,8 @@ def test_another_architecture_and_plain_files_are_downloaded_without_a_plan(serv
     (other / "layer_3/params.npz").write_bytes(b"archive")
     server.repos["org/other"] = other
     status, out, output = run("org/other")
-    assert status == 0 and "no plan of our engine" in output and "as stored" in output
+    assert status == 0 and "no plan of our own engine: GPT-2 runs through Transformers" in output
+    assert "Memory of the weights: stored" in output and "as stored" in output
     assert {file.name for file in Path(out.strip()).iterdir()} == {"config.json", "model.safetensors"}
     status, out, output = run("org/other/layer_3")
     assert status == 0 and "no checkpoint among these files" in output

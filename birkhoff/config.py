@@ -330,7 +330,7 @@ def _translate_rope_scaling(values: dict[str, Any]) -> None:
             beta_fast=float(scaling.get("beta_fast") or 32),
             beta_slow=float(scaling.get("beta_slow") or 1),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"rope_scaling {scaling} lacks or misstates {error}; expected factor and original_max_position_embeddings."
         ) from None

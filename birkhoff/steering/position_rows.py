@@ -98,6 +98,6 @@ class PositionRows:
             raise SteeringError(
                 f"the source {fault}, expected 'positions' and 'rows', one row for each position."
             )
-        if len(set(map(str, positions))) != len(positions):
-            raise SteeringError(f"positions is {quoted(list(positions))}, expected each position once.")
+        if any(as_int(position) is None for position in positions) or len(set(positions)) != len(positions):
+            raise SteeringError(f"positions is {quoted(list(positions))}, expected whole numbers, each once.")
         return cls(dict(zip(positions, rows)))

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,15 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) -> Iterator[Served]:
+def serving(
+    folder: Path, *flags: str, model: str = "nano", command: Sequence[str] = COMMAND, **environment: str
+) -> Iterator[Served]:
     folder.mkdir(parents=True, exist_ok=True)
     log, root = folder / "log", folder / "captures"
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [
-                *COMMAND,
+                *command,
                 "serve",
                 "--model",
                 model,

@@ -1,0 +1,338 @@
+"""`kill -9` at random moments: real processes, real files. Nothing acknowledged is lost, and what is resumed is equal.
+
+`python -m tests.kills --kills 40` kills each of five victims that often and prints a table: a server with captures and
+steering, a capture writer, a conversion, a download and a training. Most victims are forked, so that a kill costs
+seconds and not the import of a library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from birkhoff.analysis.sae_train import train_sae
+from birkhoff.api.load import load
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.writer import CaptureWriter
+from birkhoff.convert.convert import _plan
+from birkhoff.convert.synth import synth
+from birkhoff.convert.write import run_conversion
+from birkhoff.sae.train import TrainOptions
+from birkhoff.server.process import serve
+from birkhoff.server.server_settings import ServerSettings
+from birkhoff.weights.checkpoint import open_checkpoint
+from tests.capture import victim
+from tests.capture.test_repair import assert_is_prefix
+from tests.hub_server import hub_server
+from tests.server.conftest import user
+from tests.test_hf_hub import PRELUDE, PULL, environment
+
+
+@dataclass
+class Count:
+    """One row of the table."""
+
+    victim: str
+    kills: int = 0
+    in_time: int = 0  # the victim was still at work
+    acknowledged: int = 0
+    lost: int = 0
+    unequal: int = 0
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def row(self) -> str:
+        return f"| {self.victim} | {self.kills} | {self.in_time} | {self.acknowledged} | {self.lost} | {self.unequal} |"
+
+
+def forked(work: Callable[[], object], stdout: int | None = None) -> int:
+    """Run `work` in a forked child, whose output goes to `stdout`; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet if stdout is None else stdout, 1)
+    os.dup2(quiet, 2)
+    try:
+        work()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def kill(child: int, seconds: float) -> bool:
+    """Kill a child after some time; whether it was still running, and no other end than success before that."""
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0, "the victim failed before it was killed"
+        return False
+    return True
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def kill_captures(root: Path, kills: int, dice: random.Random) -> Count:
+    """A writer of three threads that prints a line per acknowledged capture."""
+    count = Count("capture writer")
+    for number in range(kills):
+        folder, seed = root / str(number), dice.randrange(10**6)
+        reader, writer = os.pipe()
+        child = forked(lambda folder=folder, seed=seed: victim.main(str(folder), seed), writer)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            lines = [pipe.readline()]
+            count.in_time += kill(child, dice.uniform(0.01, 0.4))
+            lines += pipe.read().splitlines(keepends=True)
+        count.kills += 1
+        acknowledged = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        with CaptureWriter(FileOptions(folder)) as files:  # opening repairs
+            assert files.repaired is not None and not files.repaired.failed
+        sharded = read_sharded(folder / "run")
+        for line in acknowledged:
+            name = line["request"]
+            count.acknowledged += 1
+            try:
+                entries = (
+                    sharded[name] if line["layout"] == "sharded" else read_request(folder / "run" / name)
+                )
+            except (KeyError, OSError):
+                count.lost += 1
+                continue
+            try:
+                assert set(entries) == set(victim.SITES)
+                for entry in entries.values():
+                    assert_is_prefix(entry, name, line["rows"])
+            except AssertionError:
+                count.unequal += 1
+        shutil.rmtree(folder)
+    return count
+
+
+def kill_conversions(root: Path, kills: int, dice: random.Random) -> Count:
+    """A conversion is killed again and again, resumed with the same plan, and compared with an undisturbed one."""
+    count = Count("convert")
+    synth(root / "tiny", "tiny", seed=9)
+
+    def run(out: Path, pause: float) -> None:
+        plan = _plan(open_checkpoint(root / "tiny"), out, "gguf", "mxfp4", "bf16", "upstream", True, 400_000)
+        run_conversion(plan, 2, False, progress=lambda done, total: time.sleep(pause), sync_bytes=20_000)
+
+    (root / "whole").mkdir()
+    run(root / "whole/m.gguf", 0)
+    expected = digests(root / "whole")
+    while count.kills < kills:
+        again = root / "again"
+        again.mkdir()
+        for _ in range(min(8, kills - count.kills)):
+            child = forked(lambda again=again: run(again / "m.gguf", 0.01))
+            count.in_time += kill(child, dice.uniform(0.05, 0.6))
+            count.kills += 1
+        run(again / "m.gguf", 0)
+        count.acknowledged += 1
+        count.unequal += digests(again) != expected
+        shutil.rmtree(again)
+    return count
+
+
+def kill_downloads(root: Path, kills: int, dice: random.Random) -> Count:
+    """A download from a slow hub is killed, resumed, and compared with the files of the hub."""
+    count = Count("pull")
+    synth(root / "tiny", "tiny", shard_bytes=300_000)
+    expected = digests(root / "tiny")
+    with hub_server({"org/tiny": root / "tiny"}) as server:
+        while count.kills < kills:
+            home = root / "home"
+            command = [sys.executable, "-c", PRELUDE + PULL]
+            server.delay = 0.03
+            for _ in range(min(5, kills - count.kills)):
+                process = subprocess.Popen(command, env=environment(server, home), stderr=subprocess.DEVNULL)
+                asked = len(server.log)
+                while len(server.log) == asked and process.poll() is None:
+                    time.sleep(0.01)
+                time.sleep(dice.uniform(0.0, 0.8))
+                process.kill()
+                count.in_time += process.wait() == -signal.SIGKILL
+                count.kills += 1
+            server.delay = 0.0
+            subprocess.run(command, env=environment(server, home), check=True, capture_output=True)
+            snapshots = [path for path in home.rglob("snapshots/*") if path.is_dir()]
+            count.acknowledged += 1
+            count.unequal += len(snapshots) != 1 or digests(snapshots[0]) != expected
+            shutil.rmtree(home)
+    return count
+
+
+@dataclass
+class Rows:
+    """Training rows that are the same in every process."""
+
+    hook: str = "mlp_out"
+    layer: int = 1
+    view: str = "single"
+    batch_rows: int = 64
+    pause: float = 0.0
+
+    def batches(self, epoch: int) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(epoch)
+        for _ in range(16):
+            time.sleep(self.pause)
+            yield torch.randn(self.batch_rows, 16, generator=generator)
+
+
+def kill_trainings(root: Path, kills: int, dice: random.Random) -> Count:
+    """A training that writes its state every three steps is killed, resumed, and compared bit for bit."""
+    count = Count("training")
+    options = TrainOptions(features=32, steps=60)
+    train_sae(Rows(), options, root / "whole", every=3)
+    expected = digests(root / "whole")
+    while count.kills < kills:
+        again = root / "again"
+        for _ in range(min(6, kills - count.kills)):
+            work = lambda again=again: train_sae(Rows(pause=0.01), options, again, every=3)  # noqa: E731
+            count.in_time += kill(forked(work), dice.uniform(0.05, 0.8))
+            count.kills += 1
+        train_sae(Rows(), options, again, every=3)
+        count.acknowledged += 1
+        count.unequal += digests(again) != expected
+        shutil.rmtree(again)
+    return count
+
+
+PROMPTS = ("Once upon a time", "Tell me a story.", "The fox said", "Hello there")
+STEER = {"op": "add", "at": {"hook": "mlp_out", "layers": [3]}, "vector": [0.05] * 384, "scale": 1.0}
+
+
+def capture_body(prompt: str, request_id: str) -> dict[str, Any]:
+    spec = {"hooks": {"mlp_out": [1, 4]}, "positions": "all", "request_id": request_id, "tag": "k"}
+    return {
+        "messages": user(prompt),
+        "temperature": 0,
+        "max_tokens": 6,
+        "interventions": [STEER],
+        "capture": {"filesystem": spec},
+        "capture_wait": True,
+    }
+
+
+def kill_servers(root: Path, kills: int, dice: random.Random) -> Count:
+    """A server that writes captures of steered answers is killed under load. Every capture it acknowledged is on disk
+    and equals the first of its prompt, byte for byte; so does the answer."""
+    count = Count("server")
+    captures = root / "captures"
+    acknowledged: dict[str, tuple[str, str]] = {}  # request id -> prompt, answer
+    lock = threading.Lock()
+
+    def run(writer: int) -> None:
+        settings = ServerSettings(port=0, log="off", capture_root=str(captures))
+        options = {"model": "nano", "capture_root": str(captures)}
+        announce = lambda url: os.write(writer, url.encode() + b"\n")  # noqa: E731
+        serve(settings, lambda: load("nano", capture_root=captures, batch_invariant=True), announce, options)
+
+    def ask(url: str, number: int, worker: int, stop: threading.Event) -> None:
+        for index in range(1000):
+            if stop.is_set():
+                return
+            prompt, name = PROMPTS[(worker + index) % len(PROMPTS)], f"{number}-{worker}-{index}"
+            try:
+                answer = httpx2.post(
+                    f"{url}/v1/chat/completions", json=capture_body(prompt, name), timeout=30
+                )
+            except httpx2.HTTPError:
+                return
+            if answer.status_code == 200:
+                fields = answer.json()
+                if fields["capture_results"]["filesystem"]["status"] == "ok":
+                    with lock:
+                        acknowledged[name] = prompt, fields["choices"][0]["message"]["content"]
+
+    for number in range(kills):
+        reader, writer = os.pipe()
+        child = forked(lambda writer=writer: run(writer))
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            url = pipe.readline().decode().strip()
+        assert url, "the server did not start"
+        stop = threading.Event()
+        arguments = [(url, number, worker, stop) for worker in range(3)]
+        clients = [threading.Thread(target=ask, args=each, daemon=True) for each in arguments]
+        for client in clients:
+            client.start()
+        if number == 0:
+            while len({prompt for prompt, _ in acknowledged.values()}) < len(PROMPTS):
+                time.sleep(0.05)  # one complete answer for every prompt, to compare the others with
+        count.in_time += kill(child, dice.uniform(0.05, 1.5))
+        stop.set()
+        for client in clients:
+            client.join(60)
+        count.kills += 1
+    with CaptureWriter(FileOptions(captures)) as files:
+        assert files.repaired is None or not files.repaired.failed
+    first: dict[str, tuple[str, dict[Any, bytes]]] = {}
+    for name, (prompt, text) in acknowledged.items():
+        count.acknowledged += 1
+        folder = captures / "k" / name
+        if not folder.is_dir():
+            count.lost += 1
+            continue
+        rows = {key: entry.array.tobytes() for key, entry in read_request(folder).items()}
+        count.unequal += first.setdefault(prompt, (text, rows)) != (text, rows)
+    return count
+
+
+VICTIMS: dict[str, Callable[[Path, int, random.Random], Count]] = {
+    "training": kill_trainings,
+    "convert": kill_conversions,
+    "capture": kill_captures,
+    "pull": kill_downloads,
+    "server": kill_servers,
+}
+HEAD = "| victim | kills | while at work | acknowledged or resumed | lost | not byte-equal |\n|---|---|---|---|---|---|"
+
+
+def run_all(names: list[str], kills: int, seed: int) -> list[Count]:
+    counts = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="birkhoff-kills-") as folder:
+            counts.append(VICTIMS[name](Path(folder), kills, random.Random(f"{name} {seed}")))
+        print(counts[-1].row(), flush=True)
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kills")
+    parser.add_argument("--kills", type=int, default=40, help="of each victim")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("victims", nargs="*", default=list(VICTIMS))
+    options = parser.parse_args()
+    print(HEAD, flush=True)
+    counts = run_all(options.victims, options.kills, options.seed)
+    return 1 if any(count.lost or count.unequal for count in counts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

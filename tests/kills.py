@@ -285,7 +285,7 @@ def kill_servers(root: Path, kills: int, dice: random.Random) -> Count:
         if number == 0:
             while len({prompt for prompt, _ in acknowledged.values()}) < len(PROMPTS):
                 time.sleep(0.05)  # one complete answer for every prompt, to compare the others with
-        count.in_time += kill(child, dice.uniform(0.05, 1.5))
+        count.in_time += kill(child, dice.uniform(0.2, 5.0))
         stop.set()
         for client in clients:
             client.join(60)

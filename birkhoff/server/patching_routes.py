@@ -16,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.capture.spec.request import Capture
+from birkhoff.errors import LogitsError
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName, TokenId
@@ -56,7 +57,10 @@ class PatchingRoutes:
     async def sweep(self, http: HttpRequest) -> Response:
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, SweepBody)
-        return json_response(await self._interp.run_exclusive(http, lambda: self._sweep(body)))
+        try:
+            return json_response(await self._interp.run_exclusive(http, lambda: self._sweep(body)))
+        except LogitsError as error:  # the texts run through the edits of every request
+            raise to_api_error(error, steered=True) from error
 
     async def delete_run(self, http: HttpRequest, run: str) -> Response:
         check_steering_key(http, self._context.settings)

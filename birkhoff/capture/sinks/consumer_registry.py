@@ -57,7 +57,7 @@ def build_consumer(text: str) -> tuple[str, Consumer]:
         raise OptionError(
             f"capture consumer {kind} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    known = parameters(kind, make)
+    known = parameters(kind)
     values: dict[str, Any] = {}
     for pair in filter(None, tail.split(",")):
         key, equals, value = pair.partition("=")
@@ -83,9 +83,9 @@ def build_consumer(text: str) -> tuple[str, Consumer]:
     return name, consumer
 
 
-def parameters(kind: str, make: Callable[..., Consumer]) -> dict[str, inspect.Parameter]:
+def parameters(kind: str) -> dict[str, inspect.Parameter]:
     """Parameters of a kind that can be written as text, by name."""
-    source = FileOptions if kind == "filesystem" else make
+    source = FileOptions if kind == "filesystem" else consumer_kinds()[kind]()
     signature = inspect.signature(source).parameters
     return {name: parameter for name, parameter in signature.items() if name not in ("encoder", "bias")}
 

@@ -50,6 +50,11 @@ TYPES = {
 }
 _ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 408: "timeout_error"}
 MAX_MESSAGE_CHARS = 1000
+# What messages written for Python callers suggest, and the same over HTTP.
+HTTP_CALLS = {
+    "engine.modules[name] = vector": "POST /v1/steering/modules/register",
+    "engine.attach(name, sae)": "birkhoff serve --sae NAME=PATH",
+}
 _FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")
 
 
@@ -103,14 +108,15 @@ def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
     """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error."""
     if isinstance(error, ApiError):
         return error
+    message = _with_http_calls(str(error))
     if isinstance(error, ContextError):
-        return bad_request(str(error), "messages", "context_length_exceeded")
+        return bad_request(message, "messages", "context_length_exceeded")
     if isinstance(error, RequestError):
-        return bad_request(str(error), getattr(error, "path", "") or _leading_field(str(error)), error.code)
+        return bad_request(message, getattr(error, "path", "") or _leading_field(message), error.code)
     if isinstance(error, (CapacityError, TextUnavailable)):
-        return bad_request(str(error), None, error.code)
+        return bad_request(message, None, error.code)
     if isinstance(error, LogitsError):
-        return ApiError(400 if steered else 500, str(error), code=error.code)
+        return ApiError(400 if steered else 500, message, code=error.code)
     if isinstance(error, EngineClosed):
         return ApiError(
             503, "the server is stopping. Try again later.", code=error.code, headers={"Retry-After": "5"}
@@ -135,6 +141,13 @@ def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
         "this is a defect of the server; its log has the details, under this request's id.",
         code="defect",
     )
+
+
+def _with_http_calls(message: str) -> str:
+    """The message with the HTTP call in place of a Python call it suggests."""
+    for python, http in HTTP_CALLS.items():
+        message = message.replace(python, http)
+    return message
 
 
 def _leading_field(message: str) -> str | None:

@@ -84,8 +84,9 @@ def build_app(
     load_options: Mapping[str, Any],
 ) -> ASGIApp:
     """Build the application. `load_options` are the options the engine is loaded with; they name the model."""
-    model_name = settings.served_name or PurePath(str(load_options.get("model", "nano"))).name
-    context = ServingContext(settings, async_engine, access_log, model_name)
+    names = [name.strip() for name in settings.served_name.split(",") if name.strip()]
+    names = names or [PurePath(str(load_options.get("model", "nano"))).name]
+    context = ServingContext(settings, async_engine, access_log, tuple(names))
     app = FastAPI(
         title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -136,7 +137,9 @@ def _add_service_routes(routes: RouteRegistry, context: ServingContext, metrics:
         "Active requests",
         "Running and waiting requests with their progress. With `fail_on_no_slot=1`, 503 if no slot is free.",
     )
-    routes.get("/v1/models", service.models, "List models", "The one model that is served.")
+    routes.get(
+        "/v1/models", service.models, "List models", "The model that is served, once under each of its names."
+    )
     routes.get(
         "/v1/models/{model:path}", service.model, "Get a model", "The served model; 404 for another name."
     )

@@ -47,12 +47,17 @@ class ServingContext:
     """Settings, engine, log and caches shared by all routes, and the steps every generating route takes."""
 
     def __init__(
-        self, settings: ServerSettings, async_engine: AsyncEngine, access_log: AccessLog, model_name: str
+        self,
+        settings: ServerSettings,
+        async_engine: AsyncEngine,
+        access_log: AccessLog,
+        model_names: tuple[str, ...],
     ):
         self.settings = settings
         self.async_engine = async_engine
         self.access_log = access_log
-        self.model_name = model_name
+        self.model_names = model_names
+        self.model_name = model_names[0]
         self.grammars = GrammarCompiler(lambda: self.engine)
         self.capture_index = CaptureIndex(lambda: self.engine.capture_roots)
 
@@ -72,12 +77,15 @@ class ServingContext:
         return "birkhoff-" + "-".join(str(settings[key]) for key in ("dtype", "numerics", "kernels"))
 
     def check_model(self, requested: str | None) -> str:
-        """Return the served model's name; raise 404 if the call names another model."""
-        if requested in (None, "", self.model_name):
+        """Return the name a call uses for the served model; raise 404 if the call names another model."""
+        if not requested:
             return self.model_name
+        if requested in self.model_names or self.settings.any_model:
+            return requested
         raise ApiError(
             404,
-            f"the model {quoted(requested)} is not served here. This is {self.model_name}.",
+            f"the model {quoted(requested)} is not served here. This is {' or '.join(self.model_names)}. "
+            "GET /v1/models lists the names; birkhoff serve --any-model accepts every name.",
             code="model_not_found",
             param="model",
         )
@@ -148,6 +156,7 @@ class ServingContext:
             lambda: [request for generation in generations for request in generation.requests(self.engine)],
             heavy=prompt_tokens > OFFLOAD_PROMPT_TOKENS or _is_long(http),
         )
+        http.state.requests = requests  # for the access log
         call = self.async_engine.new_call(
             requests,
             http.state.caller,

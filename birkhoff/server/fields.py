@@ -19,7 +19,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 ModelName = Annotated[str, Field(max_length=512)]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
+Temperature = Annotated[float, Field(ge=0, le=2)]  # the range of OpenAI's APIs
 TopP = Annotated[float, Field(gt=0, le=1)]
 MessageList = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
 ToolList = Annotated[list[dict[str, Any]], Field(max_length=128)]

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birkhoff.errors import quoted
-from birkhoff.server.access_log import AccessLog
+from birkhoff.server.access_log import AccessLog, Generated
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.links import SignedLinks
 from birkhoff.server.metrics import Metrics
@@ -113,7 +113,14 @@ class Middleware:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.http_requests.labels(route, str(status)).inc()
             self._access_log.log_request(
-                request_id, scope["method"], scope["path"], status, time.perf_counter() - start_time, note
+                request_id,
+                scope["method"],
+                scope["path"],
+                status,
+                time.perf_counter() - start_time,
+                note,
+                client=state["caller"],
+                generated=Generated.of(state.get("requests", ())),
             )
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ def serve(
 
     `load` loads the engine. `announce` is called with the URL once the server is ready. `load_options` are the
     options `load` uses; only the model's name is read from them."""
+    _check_certificate(settings)
     listener = _bind(settings)
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     access_log, metrics = AccessLog(settings.log), Metrics()
@@ -61,19 +63,23 @@ def serve(
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=settings.max_header_bytes,
+        ssl_certfile=settings.ssl_certfile or None,
+        ssl_keyfile=settings.ssl_keyfile or None,
         timeout_keep_alive=round(settings.keep_alive_seconds),
         timeout_graceful_shutdown=round(settings.drain_seconds),
         backlog=256,
     )
     server = Server(config)
     host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # an address that can be opened
     name = f"[{host}]" if ":" in host else host
+    scheme = "https" if settings.ssl_certfile else "http"
 
     async def run() -> None:
         async def load_and_start() -> None:
             engine = await asyncio.to_thread(_load_engine, load, settings)
             async_engine.start(engine)
-            announce(f"http://{name}:{port}")
+            announce(f"{scheme}://{name}:{port}")
 
         async def watch_for_exit() -> None:
             while not server.should_exit:
@@ -133,6 +139,19 @@ def _read_module(text: str) -> tuple[str, Any]:
     if not equals or Path(text).exists():
         name, path = Path(text).stem, text
     return name, Path(path) if Path(path).is_dir() else load_module(path)
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Refuse files that cannot be used for HTTPS before the model is read."""
+    if not settings.ssl_certfile:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise OptionError(
+            f"{settings.ssl_certfile} and {settings.ssl_keyfile} are no certificate and key ({error})."
+        ) from None
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -48,7 +48,12 @@ class ServerSettings:
         (), "Web origin that may call from a browser, in addition to localhost; repeatable."
     )
     i_know_this_is_open: bool = setting(False, "Allow a non-loopback address without an API key.")
-    served_name: str = setting("", "Model name in the API; by default the name of the model.")
+    served_name: str = setting(
+        "", "Model names in the API, joined by commas, the main one first; by default the name of the model."
+    )
+    any_model: bool = setting(False, "Accept every model name a call gives, such as gpt-4o or claude-sonnet.")
+    ssl_certfile: str = setting("", "PEM file of the certificate chain; serves HTTPS together with the key.")
+    ssl_keyfile: str = setting("", "PEM file of the certificate's key.")
     capture_root: str = setting("", help_text(EngineOptions, "capture_root"))
     capture_consumers: tuple[str, ...] = setting(
         (), "Consumer of captured rows, as [NAME=]KIND[:key=value,...]; repeatable."
@@ -101,6 +106,8 @@ class ServerSettings:
                 name, _, path = text.partition("=")
                 if not name or not path:
                     raise OptionError(f"{option} is {quoted(text)}, expected NAME=PATH.")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise OptionError("HTTPS needs both --ssl-certfile and --ssl-keyfile.")
         check_choice("log", self.log, ("text", "json", "off"))
         for name in ("api_key", "steering_api_key"):
             if any(

@@ -65,16 +65,17 @@ class ServiceRoutes:
         return json_response({"version": __version__})
 
     async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return json_response(
+            {"object": "list", "data": [self._model_card(name) for name in self._context.model_names]}
+        )
 
     async def model(self, model: str) -> Response:
-        self._context.check_model(model)
-        return json_response(self._model_card())
+        return json_response(self._model_card(self._context.check_model(model)))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         engine = self._context.engine
         return {
-            "id": self._context.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "birkhoff",

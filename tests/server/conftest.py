@@ -107,7 +107,7 @@ def serving(
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        assert url.startswith("http://"), log.read_text()
+        assert url.startswith("http"), log.read_text()
         yield Served(process, url, log, root)
     finally:
         if process.poll() is None:

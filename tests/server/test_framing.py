@@ -50,7 +50,7 @@ ASKS = [
         "seed": 2,
         "max_tokens": 40,
     },
-    {"messages": user("Count."), "temperature": 3, "seed": 9, "max_tokens": 60, "ignore_eos": True},
+    {"messages": user("Count."), "temperature": 2, "seed": 9, "max_tokens": 60, "ignore_eos": True},
 ]
 
 
@@ -73,7 +73,7 @@ def test_r16_every_split_gives_the_unstreamed_text(served, index):
 def test_r16_every_chunk_contains_complete_characters(served):
     """At high temperature tokens are parts of characters; no chunk contains an incomplete one."""
     for seed in range(scaled(40, 3)):
-        request_body = {"prompt": "🦊", "temperature": 50, "seed": seed, "max_tokens": 40, "ignore_eos": True}
+        request_body = {"prompt": "🦊", "temperature": 2, "seed": seed, "max_tokens": 40, "ignore_eos": True}
         whole = served.post("/v1/completions", request_body).json()["choices"][0]["text"]
         chunks = served.events("/v1/completions", request_body)
         assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole

@@ -42,6 +42,7 @@ def test_flags_variables_and_file_come_in_that_order(tmp_path):
         "path": "/props",
         "status": 200,
         "ms": 0,
+        "client": "127.0.0.1",
         "note": "",
     }
     assert calls[1]["status"] == 400 and calls[1]["id"].startswith("req-")

@@ -1,0 +1,116 @@
+"""What operators and clients of other servers expect: names, HTTPS, several keys, log lines, hints over HTTP."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+
+import httpx
+import openai
+import pytest
+
+from birkhoff.server.api_errors import HTTP_CALLS, to_api_error
+from birkhoff.server.server_settings import ServerSettings
+from tests.server.conftest import serving, user
+
+ASK = {"messages": user("Hello."), "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Paths of a self-signed certificate for 127.0.0.1 and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*request, *names], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, certificate):
+    cert, key = certificate
+    keys = ["--api-key", "first", "--api-key", "second"]
+    names = ["--served-name", "fox,story-teller", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
+    with serving(tmp_path_factory.mktemp("manners"), *keys, *names, "--host", "0.0.0.0") as running:
+        yield running
+
+
+def test_several_names_and_keys_over_https(guarded, certificate):
+    assert guarded.url.startswith("https://127.0.0.1:")  # an address that can be opened, for --host 0.0.0.0
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate[0]))) as http:
+        for key, name in (("first", "fox"), ("second", "story-teller")):
+            client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, http_client=http)
+            assert [model.id for model in client.models.list()] == ["fox", "story-teller"]
+            assert client.models.retrieve(name).id == name
+            answer = client.chat.completions.create(model=name, **ASK)
+            assert answer.model == name and answer.choices[0].message.content
+            with pytest.raises(openai.NotFoundError, match=r"fox or story-teller.*any-model"):
+                client.chat.completions.create(model="gpt-4o", **ASK)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(
+                base_url=f"{guarded.url}/v1", api_key="x", max_retries=0, http_client=http
+            ).models.list()
+    lines = [json.loads(line) for line in guarded.log.read_text().splitlines() if line.startswith("{")]
+    chats = [line for line in lines if line["path"] == "/v1/chat/completions" and line["status"] == 200]
+    assert [line["client"] for line in chats] == ["key-0", "key-1"]
+    for line in chats:
+        assert (
+            line["output_tokens"] == 4
+            and line["prompt_tokens"] > 4
+            and 0 < line["first_token_ms"] <= line["ms"]
+        )
+    listed = next(line for line in lines if line["path"] == "/v1/models")
+    assert "output_tokens" not in listed
+    assert "first" not in {line["client"] for line in lines}  # keys are not logged
+
+
+def test_every_model_name_is_accepted_on_request(tmp_path):
+    with serving(tmp_path, "--any-model", "--log", "text") as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        assert client.chat.completions.create(model="gpt-4o-mini", **ASK).model == "gpt-4o-mini"
+        assert [model.id for model in client.models.list()] == ["nano"]
+        assert client.models.retrieve("claude-sonnet").id == "claude-sonnet"
+        line = next(line for line in running.log.read_text().splitlines() if "/v1/chat/completions" in line)
+        assert "+4 tokens, first after " in line and "  127.0.0.1  " in line
+
+
+@pytest.mark.parametrize("flags", [{"ssl_certfile": "a"}, {"ssl_keyfile": "a"}])
+def test_a_certificate_without_a_key_is_refused(flags):
+    with pytest.raises(Exception, match="--ssl-certfile and --ssl-keyfile"):
+        ServerSettings(**flags)
+
+
+def test_temperature_has_openai_s_range(served):
+    for path, body in (
+        ("/v1/chat/completions", ASK),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 2}),
+        ("/v1/responses", {"input": "Once", "max_output_tokens": 2}),
+    ):
+        assert served.post(path, {**body, "temperature": 2}).status_code == 200
+        refused = served.post(path, {**body, "temperature": 2.1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+
+
+def test_errors_suggest_calls_over_http(served):
+    unknown = {"op": "add", "at": {"hook": "mlp_out", "layers": [3]}, "vector": "@spoky"}
+    message = served.post("/v1/chat/completions", {**ASK, "interventions": [unknown]}).json()["error"][
+        "message"
+    ]
+    assert "Did you mean 'spooky'?" in message and "engine." not in message
+    for python, http in HTTP_CALLS.items():
+        from birkhoff.errors import SteeringError
+
+        assert to_api_error(SteeringError(f"Do it: {python}.")).message == f"Do it: {http}."

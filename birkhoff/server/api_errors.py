@@ -2,6 +2,7 @@
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}                    OpenAI's clients
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}           Anthropic's
+    {"error": ...}                                                                         Ollama's
 
 `ApiError` can be raised anywhere below a route; `to_api_error` converts any other exception. Birkhoff's own refusals
 keep their message and code, which are written for callers. All other exceptions are reported without detail: a response
@@ -92,7 +93,11 @@ class ApiError(Exception):
 
     def response(self, path: str, request_id: str) -> Response:
         """The response in the error format of the API that `path` belongs to."""
-        body = self.as_anthropic(request_id) if path.startswith("/v1/messages") else self.as_json()
+        body = self.as_json()
+        if path.startswith("/v1/messages"):
+            body = self.as_anthropic(request_id)
+        elif path.startswith("/api/"):
+            body = {"error": self.message}
         headers = dict(self.headers)
         if self.status in (500, 501):
             headers.setdefault("x-should-retry", "false")  # a retry would fail the same way

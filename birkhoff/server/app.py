@@ -28,15 +28,20 @@ from birkhoff.server.chat_routes import ChatBody, ChatRoutes
 from birkhoff.server.completion_routes import CompletionBody, CompletionRoutes
 from birkhoff.server.context import ServingContext
 from birkhoff.server.contrast_routes import ContrastBody, ContrastRoutes
+from birkhoff.server.docs_page import DocsPage
+from birkhoff.server.embeddings_routes import EmbeddingsBody, EmbeddingsRoutes
 from birkhoff.server.global_steering import GlobalSteeringBody
 from birkhoff.server.interp_routes import AttentionBody, EstimateBody, InterpRoutes, LensBody
 from birkhoff.server.links import SignedLinks
+from birkhoff.server.llamacpp_routes import LlamaCompletionBody, LlamaCompletionRoutes
 from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.middleware import Middleware
+from birkhoff.server.ollama_routes import OllamaChatBody, OllamaGenerateBody, OllamaRoutes
 from birkhoff.server.page_routes import PageRoutes
 from birkhoff.server.patching_routes import PatchingRoutes, SweepBody
 from birkhoff.server.response_routes import ResponseRoutes, ResponsesBody
+from birkhoff.server.route_examples import EXAMPLES
 from birkhoff.server.sae_routes import FeaturesBody, GlobalClampsBody, SaeRoutes
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.service_routes import ServiceRoutes
@@ -61,6 +66,7 @@ ERROR_SCHEMA = {
         }
     },
 }
+OLLAMA_ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 MESSAGES_ERROR_SCHEMA = {
     "type": "object",
     "required": ["type", "error", "request_id"],
@@ -95,6 +101,8 @@ def build_app(
     _add_service_routes(routes, context, metrics)
     _add_generation_routes(routes, context)
     _add_interp_routes(routes, context, links)
+    docs = DocsPage(app.openapi)
+    routes.get("/docs", docs.page, "API page", "All routes with their bodies and examples.", "text/html")
     routes.finish()
     return Middleware(app, settings, metrics, access_log, links)
 
@@ -203,11 +211,32 @@ def _add_generation_routes(routes: RouteRegistry, context: ServingContext) -> No
     )
     routes.post(
         "/v1/embeddings",
-        _no_embeddings,
-        None,
-        "Embeddings (not supported)",
-        "Always 501. Capture `final_hidden` instead.",
+        EmbeddingsRoutes(context).create,
+        EmbeddingsBody,
+        "Embeddings",
+        "Mean or last row of `final_hidden`, or of another hook with one vector per token. The model was not "
+        "trained to embed.",
     )
+    routes.post(
+        "/completion",
+        LlamaCompletionRoutes(context).create,
+        LlamaCompletionBody,
+        "llama.cpp completion",
+        "Text completion in the format of llama.cpp's server.",
+    )
+    ollama = OllamaRoutes(context)
+    routes.post(
+        "/api/chat", ollama.chat, OllamaChatBody, "Ollama chat", "Ollama's chat API; streams lines of JSON."
+    )
+    routes.post(
+        "/api/generate",
+        ollama.generate,
+        OllamaGenerateBody,
+        "Ollama generate",
+        "Ollama's generate API: one prompt in the chat format, or as it is with `raw`.",
+    )
+    routes.get("/api/tags", ollama.tags, "Ollama models", "The served names in Ollama's format.")
+    routes.get("/api/version", ollama.version, "Ollama version", "The version of this server.")
     routes.post(
         "/tokenize", tokens.tokenize, TokenizeBody, "Tokenize", "Token ids of a text or a conversation."
     )
@@ -409,6 +438,7 @@ class RouteRegistry:
         media_type: str = "application/json",
     ) -> None:
         error = "MessagesError" if path.startswith("/v1/messages") else "Error"
+        error = "OllamaError" if path.startswith("/api/") else error
         error_response = {
             "description": "Error",
             "content": {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model=error)}}},
@@ -423,7 +453,8 @@ class RouteRegistry:
         if body is not None:
             self._models.append(body)
             schema = {"$ref": SCHEMA_REF.format(model=body.__name__)}
-            extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            content = {"schema": schema, "example": EXAMPLES[path]}
+            extra["requestBody"] = {"required": True, "content": {"application/json": content}}
         self._app.add_api_route(
             path,
             handler,
@@ -448,11 +479,11 @@ class RouteRegistry:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
         schemas.pop("ValidationError", None)
-        schemas |= {**models.get("$defs", {}), "Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR_SCHEMA}
-
-
-async def _no_embeddings() -> Response:
-    raise ApiError(501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings")
+        schemas |= {
+            **models.get("$defs", {}),
+            "Error": ERROR_SCHEMA,
+            "MessagesError": MESSAGES_ERROR_SCHEMA,
+        } | {"OllamaError": OLLAMA_ERROR_SCHEMA}
 
 
 async def _error_response(http: HttpRequest, error: Exception) -> Response:

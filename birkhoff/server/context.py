@@ -80,8 +80,8 @@ class ServingContext:
         """Return the name a call uses for the served model; raise 404 if the call names another model."""
         if not requested:
             return self.model_name
-        if requested in self.model_names or self.settings.any_model:
-            return requested
+        if self.settings.any_model or requested.removesuffix(":latest") in self.model_names:
+            return requested  # Ollama's clients add ":latest"
         raise ApiError(
             404,
             f"the model {quoted(requested)} is not served here. This is {' or '.join(self.model_names)}. "
@@ -149,6 +149,7 @@ class ServingContext:
         formatter: ResponseFormatter,
         stream: bool,
         request_id: str | None = None,
+        media_type: str = EventStream.media_type,
     ) -> Response:
         """Run one generation per prompt and return the response, streamed or complete."""
         prompt_tokens = sum(len(generation.prompt) for generation in generations)
@@ -165,7 +166,9 @@ class ServingContext:
         )
         await call.submit()
         if stream:
-            return EventStream(formatter.stream(call, self.settings.ping_seconds), on_close=call.close)
+            return EventStream(
+                formatter.stream(call, self.settings.ping_seconds), on_close=call.close, media_type=media_type
+            )
         finished = asyncio.ensure_future(call.wait())
         try:
             if await wait_or_disconnect(finished, http.receive):

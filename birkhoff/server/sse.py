@@ -33,8 +33,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]):
-        super().__init__()
+    def __init__(
+        self, events: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = media_type
+    ):
+        super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self._events = cast(AsyncGenerator[bytes, None], events)

@@ -28,6 +28,10 @@ class TokenizeBody(RequestBody):
     reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    # the form of llama.cpp's server, which adds no special tokens by default
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
 
 
 class DetokenizeBody(RequestBody):
@@ -49,7 +53,11 @@ class TokenRoutes:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body, _ = await self._context.read_body(http, TokenizeBody)
-        if (body.prompt is None) == (body.messages is None):
+        if body.content is not None and body.prompt is None and body.messages is None:
+            return json_response(
+                {"tokens": await self._context.build(http, body, lambda: self._pieces(body))}
+            )
+        if (body.prompt is None) == (body.messages is None) or body.content is not None:
             raise bad_request("give either a prompt or messages.", "prompt")
         engine = self._context.engine
         ids = await self._context.build(http, body, lambda: self._encode(body))
@@ -68,6 +76,7 @@ class TokenRoutes:
 
         def decode() -> dict[str, Any]:
             fields: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
+            fields["content"] = fields["prompt"]  # llama.cpp's name
             if body.return_token_strs:
                 fields["token_strs"] = self._token_strs(body.tokens)
             return fields
@@ -98,6 +107,22 @@ class TokenRoutes:
         messages = normalize_messages(body.messages or [])
         tools = validate_tools(body.tools)
         return engine.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
+
+    def _pieces(self, body: TokenizeBody) -> list[int] | list[dict[str, Any]]:
+        """llama.cpp's answer: ids, or ids with their text, or their bytes where these are no text."""
+        engine = self._context.engine
+        bos = engine.config.bos_token_id if body.add_special else None
+        ids = [*([] if bos is None else [bos]), *engine.tokenizer.encode(body.content or "")]
+        if not body.with_pieces:
+            return ids
+        pieces = []
+        for token in ids:
+            raw = engine.tokenizer.piece(token)
+            try:
+                pieces.append({"id": token, "piece": raw.decode("utf-8")})
+            except UnicodeDecodeError:
+                pieces.append({"id": token, "piece": list(raw)})
+        return pieces
 
     def _token_strs(self, ids: list[int]) -> list[str]:
         """One string per token; bytes of incomplete characters become replacement characters."""

@@ -1,0 +1,163 @@
+"""`POST /completion` of llama.cpp's server: plain text completion, complete and streamed.
+
+The prompt is text or token ids. Streamed events carry `content` and `stop`; the last one has the counts and timings,
+and no `[DONE]` follows. `n_predict` -1 means up to the end of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from birkhoff.engine.request import Request
+from birkhoff.output import timings_of
+from birkhoff.server.async_engine import ActiveCall
+from birkhoff.server.context import ServingContext
+from birkhoff.server.fields import Seed, SteeringFields, StopString, TokenId, TopP, schema_format
+from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure, stop_reason
+from birkhoff.server.sse import PING, format_event
+from birkhoff.server.steering_routes import request_edits
+
+Json = dict[str, Any]
+
+
+class LlamaCompletionBody(SteeringFields):
+    without_effect = frozenset(
+        "cache_prompt id_slot n_keep samplers repeat_last_n typical_p dynatemp_range dynatemp_exponent penalize_nl "
+        "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability "
+        "xtc_threshold mirostat mirostat_tau mirostat_eta min_keep t_max_predict_ms timings_per_token n_indent "
+        "top_n_sigma n_cache_reuse".split()
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        "grammar": "a grammar of this form is not read here; use json_schema",
+        "image_data": "this model reads no images",
+        "input_extra": "this model fills no gaps",
+        "lora": "adapters are not loaded here",
+    }
+
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)]
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: TopP | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: Annotated[list[StopString], Field(max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    ignore_eos: bool | None = None
+    json_schema: dict[str, Any] | None = None
+    stream: bool | None = None
+    return_tokens: bool | None = None
+
+
+class LlamaCompletionRoutes:
+    def __init__(self, context: ServingContext):
+        self._context = context
+
+    async def create(self, http: HttpRequest) -> Response:
+        body, warnings = await self._context.read_body(http, LlamaCompletionBody)
+        generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
+        formatter = LlamaCompletionFormatter(self._context, body)
+        return await self._context.run(http, [generation], formatter, bool(body.stream))
+
+    def _generation(self, body: LlamaCompletionBody, warnings: list[str]) -> GenerationCall:
+        context = self._context
+        prompt = context.engine.prompt_ids(body.prompt)
+        names = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        sampling: Json = {name: getattr(body, name) for name in (*names, "ignore_eos")}
+        sampling["repetition_penalty"] = body.repeat_penalty
+        unlimited = body.n_predict is None or body.n_predict < 1
+        sampling["max_tokens"] = context.remaining_context(len(prompt)) if unlimited else body.n_predict
+        schema = None if body.json_schema is None else schema_format(body.json_schema)
+        return GenerationCall(
+            prompt,
+            {name: value for name, value in sampling.items() if value is not None},
+            steer=request_edits(body.steering_fields, context.engine),
+            mask=context.grammars.from_response_format(schema, False),
+            warnings=warnings,
+        )
+
+
+class LlamaCompletionFormatter:
+    """Renders answers of `/completion`."""
+
+    def __init__(self, context: ServingContext, body: LlamaCompletionBody):
+        self._context = context
+        self._body = body
+
+    def full_response(self, call: ActiveCall) -> Json:
+        (request,) = call.requests
+        raise_on_failure(request)
+        return self._last(request, parsed_message(request).content, list(request.output_ids))
+
+    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+        (request,) = call.requests
+        try:
+            async for item in call.outputs(ping_seconds):
+                if item is None:
+                    yield PING
+                    continue
+                _, output = item
+                if output.refused is not None:
+                    raise output.refused
+                text = "".join(token.text for token in output.tokens)
+                ids = [token.token_id for token in output.tokens if token.token_id is not None]
+                if text or ids:
+                    counts = {
+                        "tokens_predicted": len(request.output_ids),
+                        "tokens_evaluated": len(request.prompt_ids),
+                    }
+                    yield format_event({"index": 0, "content": text, "tokens": ids, "stop": False, **counts})
+            if call.cancelled:
+                return
+            raise_on_failure(request)
+            yield format_event(self._last(request, "", []))
+        except Exception as error:
+            yield format_event(self._context.stream_error(error, call.id).as_json())
+
+    def _last(self, request: Request, content: str, ids: list[int]) -> Json:
+        """A complete answer, or the last event of a stream."""
+        timings, word = timings_of(request), stop_reason(request)
+        kind = "limit" if request.finish_reason == "length" else "word" if isinstance(word, str) else "eos"
+        prompt_n, predicted_n = len(request.prompt_ids), len(request.output_ids)
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": ids if self._body.return_tokens else [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self._context.model_name,
+            "tokens_predicted": predicted_n,
+            "tokens_evaluated": prompt_n,
+            "tokens_cached": request.cached_tokens or 0,
+            "generation_settings": {
+                "n_predict": request.max_tokens,
+                "temperature": request.params.temperature,
+            },
+            "prompt": self._context.engine.tokenizer.decode(request.prompt_ids, skip_special=True),
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": word if isinstance(word, str) else "",
+            "timings": {
+                "prompt_n": prompt_n,
+                "prompt_ms": timings["prefill_ms"],
+                "predicted_n": predicted_n,
+                "predicted_ms": timings["decode_ms"],
+                "predicted_per_second": timings["tokens_per_second"],
+            },
+        }

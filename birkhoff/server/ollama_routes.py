@@ -1,0 +1,315 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags` and `/api/version`, complete and as lines of JSON.
+
+Answers are streamed unless `stream` is false. `options` are Ollama's names of the sampling options; those that place a
+model in memory have no effect here, where the model is already loaded. A model may be named `NAME:latest`. Errors are
+`{"error": TEXT}`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from birkhoff import __version__
+from birkhoff.engine.request import Request
+from birkhoff.output import timings_of
+from birkhoff.server.api_errors import bad_request
+from birkhoff.server.async_engine import ActiveCall
+from birkhoff.server.body import RequestBody
+from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat, normalize_messages
+from birkhoff.server.context import ServingContext
+from birkhoff.server.fields import (
+    MessageList,
+    ModelName,
+    ResponseFormat,
+    Seed,
+    SteeringFields,
+    StopString,
+    ToolList,
+    TopP,
+    schema_format,
+)
+from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure
+from birkhoff.server.reply import json_response
+from birkhoff.server.steering_routes import request_edits
+from birkhoff.text.events import ContentDelta, ParsedMessage, ReasoningDelta
+
+Json = dict[str, Any]
+NDJSON = "application/x-ndjson"
+
+
+class OllamaOptions(RequestBody):
+    without_effect = frozenset(
+        "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap use_mlock numa low_vram f16_kv vocab_only "
+        "repeat_last_n tfs_z typical_p mirostat mirostat_eta mirostat_tau penalize_newline logits_all".split()
+    )
+
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+
+    def sampling_arguments(self) -> Json:
+        """The options that are set, as keyword arguments of `Engine.requests`. -1 and -2 tokens mean no limit."""
+        fields = self.model_dump(exclude_none=True, exclude=set(self.model_extra or ()))
+        count = fields.pop("num_predict", None)
+        if count is not None and count > 0:
+            fields["max_tokens"] = count
+        if "repeat_penalty" in fields:
+            fields["repetition_penalty"] = fields.pop("repeat_penalty")
+        return fields
+
+
+class OllamaFields(SteeringFields):
+    without_effect = frozenset({"keep_alive"})
+
+    model: ModelName | None = None
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+
+class OllamaChatBody(OllamaFields):
+    messages: MessageList
+    tools: ToolList | None = None
+
+
+class OllamaGenerateBody(OllamaFields):
+    refused: ClassVar[Mapping[str, str]] = {
+        "context": "send the whole conversation to /api/chat",
+        "suffix": "this model fills no gaps",
+        "template": "a template is code, and a call brings none",
+        "images": "this model reads no images",
+    }
+
+    prompt: str
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaRoutes:
+    def __init__(self, context: ServingContext):
+        self._context = context
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body, warnings = await self._context.read_body(http, OllamaChatBody)
+        messages = [_chat_message(message, index) for index, message in enumerate(body.messages)]
+        return await self._run(http, body, messages, body.tools, "message", warnings)
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body, warnings = await self._context.read_body(http, OllamaGenerateBody)
+        if body.raw and (body.system or body.think or body.format):
+            raise bad_request("raw: a raw prompt has no system text, thinking or format.", "raw")
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        messages = None if body.raw else [*system, {"role": "user", "content": body.prompt}]
+        return await self._run(http, body, messages, None, "response", warnings)
+
+    async def tags(self) -> Response:
+        """The served names, in Ollama's description of a model."""
+        engine = self._context.engine
+        details = {
+            "format": "safetensors",
+            "family": "deepseek4",
+            "families": ["deepseek4"],
+            "parameter_size": "",
+            "quantization_level": str(engine.settings["dtype"]),
+        }
+        models = [
+            {
+                "name": name,
+                "model": name,
+                "modified_at": _timestamp(),
+                "size": 0,
+                "digest": "",
+                "details": details,
+            }
+            for name in self._context.model_names
+        ]
+        return json_response({"models": models})
+
+    async def version(self) -> Response:
+        return json_response({"version": __version__})
+
+    async def _run(
+        self,
+        http: HttpRequest,
+        body: OllamaFields,
+        messages: list[Json] | None,
+        tools: list[Json] | None,
+        field: str,
+        warnings: list[str],
+    ) -> Response:
+        context = self._context
+        model = context.check_model(body.model)
+        generation = await context.build(
+            http, body, lambda: self._generation(body, messages, tools, warnings)
+        )
+        formatter = OllamaFormatter(context, model, field, plain=messages is None)
+        return await context.run(http, [generation], formatter, body.stream, media_type=NDJSON)
+
+    def _generation(
+        self, body: OllamaFields, messages: list[Json] | None, tools: list[Json] | None, warnings: list[str]
+    ) -> GenerationCall:
+        context = self._context
+        thinking, effort = context.thinks_by_default, None
+        if isinstance(body.think, str):
+            thinking, effort = REASONING_EFFORTS[body.think]
+        elif body.think is not None:
+            thinking = body.think
+        mask = None
+        if messages is None:
+            assert isinstance(body, OllamaGenerateBody)
+            prompt = context.engine.prompt_ids(body.prompt)
+        else:
+            prompt, mask = encode_chat(
+                context,
+                normalize_messages(messages),
+                thinking=thinking,
+                effort=effort,
+                tools=tools,
+                tool_choice=None,
+                single_call=False,
+                response_format=_response_format(body.format),
+            )
+        sampling = body.options.sampling_arguments() if body.options is not None else {}
+        if "max_tokens" not in sampling:
+            sampling["max_tokens"] = context.remaining_context(len(prompt))
+        return GenerationCall(
+            prompt,
+            {name: value for name, value in sampling.items() if value is not None},
+            None if messages is None else thinking,
+            steer=request_edits(body.steering_fields, context.engine),
+            mask=mask,
+            warnings=warnings,
+        )
+
+
+class OllamaFormatter:
+    """Renders answers of `/api/chat` (in the field `message`) and `/api/generate` (in `response`)."""
+
+    def __init__(self, context: ServingContext, model: str, field: str, plain: bool):
+        self._context = context
+        self._model = model
+        self._field = field
+        self._plain = plain  # a raw completion, which is not parsed
+
+    def full_response(self, call: ActiveCall) -> Json:
+        (request,) = call.requests
+        raise_on_failure(request)
+        parsed = parsed_message(request)
+        part = self._part(parsed.content, parsed.reasoning, _tool_calls(parsed))
+        return self._line(part) | self._end(request)
+
+    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+        (request,) = call.requests
+        try:
+            async for item in call.outputs(ping_seconds):
+                if item is None:
+                    continue  # lines of JSON have no heartbeat
+                _, output = item
+                if output.refused is not None:
+                    raise output.refused
+                content = "".join(event.text for event in output.parsed if isinstance(event, ContentDelta))
+                thinking = "".join(event.text for event in output.parsed if isinstance(event, ReasoningDelta))
+                if self._plain:
+                    content = "".join(token.text for token in output.tokens)
+                if content or thinking:
+                    yield _encode(self._line(self._part(content, thinking)) | {"done": False})
+            if call.cancelled:
+                return
+            raise_on_failure(request)
+            calls = _tool_calls(parsed_message(request))
+            if calls:
+                yield _encode(self._line(self._part("", "", calls)) | {"done": False})
+            yield _encode(self._line(self._part("", "")) | self._end(request))
+        except Exception as error:
+            yield _encode({"error": self._context.stream_error(error, call.id).message})
+
+    def _part(self, content: str, thinking: str | None, calls: list[Json] | None = None) -> Json:
+        """The fields that hold a piece of the answer."""
+        thought = {"thinking": thinking} if thinking else {}
+        if self._field == "response":
+            return {"response": content, **thought}
+        message = {"role": "assistant", "content": content, **thought}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def _line(self, part: Json) -> Json:
+        return {"model": self._model, "created_at": _timestamp(), **part}
+
+    def _end(self, request: Request) -> Json:
+        """The fields of the last line: why it ended, token counts, and durations in nanoseconds."""
+        timings = timings_of(request)
+
+        def nanoseconds(*names: str) -> int:
+            return round(sum(float(timings[name] or 0) for name in names) * 1e6)
+
+        return {
+            "done": True,
+            "done_reason": request.finish_reason,
+            "total_duration": nanoseconds("queue_ms", "prefill_ms", "decode_ms"),
+            "load_duration": 0,
+            "prompt_eval_count": len(request.prompt_ids),
+            "prompt_eval_duration": nanoseconds("prefill_ms"),
+            "eval_count": len(request.output_ids),
+            "eval_duration": nanoseconds("decode_ms"),
+        }
+
+
+def _chat_message(message: Json, index: int) -> Json:
+    """One of Ollama's messages in OpenAI's form: arguments of tool calls as text, thinking as reasoning."""
+    if message.get("images"):
+        raise bad_request(
+            f"messages[{index}].images: this model reads no images.", f"messages[{index}].images"
+        )
+    fields = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+    if message.get("thinking"):
+        fields["reasoning_content"] = message["thinking"]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        fields["tool_calls"] = [_tool_call(call, f"messages[{index}].tool_calls") for call in calls]
+    return fields
+
+
+def _tool_call(call: Any, where: str) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise bad_request(f"{where}: expected objects with a function.", where)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return {"type": "function", "function": {**function, "arguments": text}}
+
+
+def _tool_calls(parsed: ParsedMessage) -> list[Json]:
+    return [
+        {"function": {"name": call.name, "arguments": orjson.loads(call.arguments_json)}}
+        for call in parsed.tool_calls
+    ]
+
+
+def _response_format(value: str | dict[str, Any] | None) -> ResponseFormat | None:
+    if not value:
+        return None
+    if isinstance(value, dict):
+        return schema_format(value)
+    return ResponseFormat.model_validate({"type": "json_object"})
+
+
+def _timestamp() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _encode(line: Json) -> bytes:
+    return orjson.dumps(line) + b"\n"

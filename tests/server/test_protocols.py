@@ -1,0 +1,161 @@
+"""Routes of other servers (Ollama, llama.cpp), embeddings, and the API page with its examples."""
+
+from __future__ import annotations
+
+import base64
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import openai
+import pytest
+
+import birkhoff
+from birkhoff.server.route_examples import EXAMPLES
+from tests.server.conftest import user
+
+QUIET = {"temperature": 0, "num_predict": 12}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with birkhoff.load("nano", max_requests=1) as loaded:
+        yield loaded
+
+
+def lines(served, path, body):
+    """The parsed lines of a streamed answer in Ollama's format."""
+    answer = served.post(path, body)
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/x-ndjson", answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_every_route_with_a_body_has_an_example_that_works(served):
+    document = served.get("/openapi.json").json()
+    bodies = {
+        path: operation["requestBody"]["content"]["application/json"]["example"]
+        for path, operations in document["paths"].items()
+        for operation in operations.values()
+        if operation.get("requestBody", {}).get("required")
+    }
+    assert bodies == EXAMPLES
+    for path, body in bodies.items():
+        answer = served.post(path, body)
+        assert answer.status_code == 200, (path, answer.text)
+    for path in ("/v1/steering/clear", "/v1/steering/sae/clear"):
+        assert served.post(path).status_code == 200
+
+
+def test_the_api_page_lists_every_route_and_loads_nothing_from_elsewhere(served):
+    answer = served.get("/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    found = []
+
+    class Page(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            found.append((tag, dict(attributes)))
+
+    Page().feed(answer.text)
+    document = served.get("/openapi.json").json()
+    operations = {op["operationId"] for methods in document["paths"].values() for op in methods.values()}
+    assert {values["id"] for tag, values in found if tag == "details"} == operations
+    assert not [tag for tag, _ in found if tag in ("script", "link", "img")]
+    assert {values["href"] for tag, values in found if tag == "a"} == {"/openapi.json"}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_are_rows_of_the_hook_they_name(served, engine, pooling):
+    texts = ["The fox ran into the wood.", "Hello"]
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    answer = client.embeddings.create(model="nano", input=texts, extra_body={"pooling": pooling})
+    last = engine.config.num_hidden_layers - 1
+    for text, entry in zip(texts, answer.data):
+        rows = engine.trace(engine.prompt_ids(text), ["final_hidden"])["final_hidden", last].float()
+        expected = rows.mean(0) if pooling == "mean" else rows[-1]
+        assert np.allclose(entry.embedding, expected.numpy(), atol=1e-3)
+    assert answer.usage.prompt_tokens == sum(len(engine.prompt_ids(text)) for text in texts)
+    raw = served.post(
+        "/v1/embeddings", {"input": texts[0], "encoding_format": "base64", "pooling": pooling}
+    ).json()
+    values = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
+    assert np.allclose(values, answer.data[0].embedding, atol=1e-5)
+
+
+def test_embeddings_refuse_what_they_cannot_do(served):
+    wrong = served.post("/v1/embeddings", {"input": "Hi", "hook": "mhc_streams_pre_attn"})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "hook"
+    assert served.post("/v1/embeddings", {"input": "Hi", "dimensions": 8}).status_code == 400
+    assert served.post("/v1/embeddings", {"input": "Hi", "model": "other"}).status_code == 404
+    assert served.post("/v1/embeddings", {"input": "Hi", "hook": "mlp_out", "layer": 3}).status_code == 200
+
+
+def test_ollama_chat_streams_lines_and_ends_with_counts(served, engine):
+    body = {"model": "nano:latest", "messages": user("Hello, who are you?"), "options": QUIET}
+    *parts, last = lines(served, "/api/chat", body)
+    text = "".join(part["message"]["content"] for part in parts)
+    expected = engine.chat(body["messages"], temperature=0, max_tokens=12)
+    assert text == expected.text and not any(part["done"] for part in parts)
+    assert last["done"] and last["done_reason"] == expected.finish_reason and last["model"] == "nano:latest"
+    assert (
+        last["eval_count"] == len(expected.token_ids) and last["total_duration"] >= last["eval_duration"] > 0
+    )
+    whole = served.post("/api/chat", {**body, "stream": False}).json()
+    assert whole["message"] == {"role": "assistant", "content": text} and whole["done"]
+
+
+def test_ollama_generate_uses_the_chat_format_unless_raw(served, engine):
+    for raw in (False, True):
+        body = {"model": "nano", "prompt": "Once upon a time", "raw": raw, "options": QUIET}
+        *parts, last = lines(served, "/api/generate", body)
+        text = "".join(part["response"] for part in parts)
+        prompt = "Once upon a time" if raw else user("Once upon a time")
+        call = engine.generate if raw else engine.chat
+        assert text == call(prompt, temperature=0, max_tokens=12).text and last["response"] == ""
+    steered = {**body, "interventions": [{"op": "add", "vector": "@spooky", "scale": 2.0}]}
+    assert "".join(part["response"] for part in lines(served, "/api/generate", steered)) != text
+
+
+def test_ollama_lists_models_and_reports_errors_as_text(served):
+    assert [model["name"] for model in served.get("/api/tags").json()["models"]] == ["nano"]
+    assert served.get("/api/version").json()["version"] == birkhoff.__version__
+    unknown = served.post("/api/chat", {"model": "llama3", "messages": user("Hi")})
+    assert unknown.status_code == 404 and "llama3" in unknown.json()["error"]
+    refused = served.post("/api/generate", {"prompt": "Hi", "options": {"temprature": 1}})
+    assert refused.status_code == 400 and "temprature" in refused.json()["error"]
+    assert served.post("/api/generate", {"prompt": "Hi", "suffix": "."}).status_code == 400
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    body = {
+        "messages": user("How old?"),
+        "format": schema,
+        "stream": False,
+        "options": {"seed": 1, "num_predict": 60},
+    }
+    assert set(json.loads(served.post("/api/chat", body).json()["message"]["content"])) == {"age"}
+
+
+def test_llama_cpp_completion_whole_and_streamed(served, engine):
+    body = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0}
+    whole = served.post("/completion", body).json()
+    expected = engine.generate("Once upon a time", max_tokens=8, temperature=0)
+    assert whole["content"] == expected.text and whole["stop"] and whole["stop_type"] == "limit"
+    assert whole["tokens_predicted"] == 8 and whole["timings"]["predicted_n"] == 8
+    *parts, last = served.events("/completion", body)
+    assert "".join(part["content"] for part in parts) == expected.text and last["stop"]
+    assert [token for part in parts for token in part["tokens"]] == list(expected.token_ids)
+    word = expected.text.split()[-1]
+    stopped = served.post("/completion", {**body, "stop": [word]}).json()
+    assert stopped["stop_type"] == "word" and stopped["stopping_word"] == word
+    assert served.post("/completion", {**body, "grammar": "root ::= x"}).status_code == 400
+
+
+def test_llama_cpp_tokenize_and_detokenize(served, engine):
+    text = "Once upon a time"
+    ids = served.post("/tokenize", {"content": text}).json()
+    assert ids == {"tokens": engine.tokenizer.encode(text)}
+    special = served.post("/tokenize", {"content": text, "add_special": True}).json()["tokens"]
+    assert special == [engine.config.bos_token_id, *ids["tokens"]]
+    pieces = served.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    assert "".join(piece["piece"] for piece in pieces) == text
+    assert served.post("/detokenize", ids).json()["content"] == text
+    assert served.post("/tokenize", {"content": text, "prompt": text}).status_code == 400

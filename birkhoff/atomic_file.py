@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: str | Path, data: str | bytes, *, sync: bool = True) -> None:
@@ -32,6 +33,19 @@ def atomic_path(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
         raise
     if sync:
         sync_directory(path.parent)
+
+
+def save_tensors(path: str | Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file of PyTorch tensors, readable as other new files are.
+
+    `safetensors` creates its files for the owner only, whatever the umask."""
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file(tensors, partial, metadata)
+        partial.chmod(mode)
 
 
 def sync_directory(path: str | Path) -> None:

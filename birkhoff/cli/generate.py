@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_module
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,14 +71,15 @@ def generate(
                 else engine.generate(text, steer=edits, **sampling)
             )
             for output in outputs:
-                _print_output(output, json)
+                _print_output(output, json, {} if chat else engine.tokenizer.markers)
         elif chat:
             generation = ChatGeneration(
                 engine, messages, sampling, thinking=thinking, effort=effort, steer=edits
             )
             _print_stream(generation, sampling, json)
         else:
-            _print_stream(engine.stream(text, steer=edits, **sampling), sampling, json)
+            stream = engine.stream(text, steer=edits, **sampling)
+            _print_stream(stream, sampling, json, engine.tokenizer.markers)
 
 
 def read_prompt(prompt: str) -> str:
@@ -101,14 +102,21 @@ def decode_utf8(data: bytes, source: str) -> str:
         ) from None
 
 
-def _print_stream(stream: Stream | ChatGeneration, sampling: dict[str, Any], json: bool) -> None:
-    """Print an output while it streams. After Ctrl-C the partial output is printed before the exception goes on."""
+def _print_stream(
+    stream: Stream | ChatGeneration,
+    sampling: dict[str, Any],
+    json: bool,
+    markers: Mapping[str, int] | None = None,
+) -> None:
+    """Print an output while it streams, without the chat markers of a raw completion.
+
+    After Ctrl-C the partial output is printed before the exception goes on."""
     on_screen = sys.stdout.isatty() and not json
     max_tokens = sampling.get("max_tokens", SamplingParams.max_tokens)
     last = ""
     try:
         with progress_bar("answering", "tokens", enabled=not on_screen) as advance:
-            for count, text in enumerate(_text_deltas(stream), start=1):
+            for count, text in enumerate(_text_deltas(stream, markers or {}), start=1):
                 advance(count, max_tokens)
                 if text and not json:
                     last = escape_control(text) if on_screen else text
@@ -121,15 +129,16 @@ def _print_stream(stream: Stream | ChatGeneration, sampling: dict[str, Any], jso
     _finish(stream.output, json, last)
 
 
-def _text_deltas(stream: Stream | ChatGeneration) -> Iterator[str]:
-    """Yield the text each token adds, without reasoning."""
+def _text_deltas(stream: Stream | ChatGeneration, markers: Mapping[str, int]) -> Iterator[str]:
+    """Yield the text each token adds, without reasoning and without these markers."""
     from birkhoff.text.events import ContentDelta
 
+    hidden = set(markers.values())
     for step in stream:
         if isinstance(step, list):
             yield "".join(event.text for event in step if isinstance(event, ContentDelta))
         else:
-            yield step.text
+            yield "" if step.token_id in hidden else step.text
 
 
 def _finish(output: Output, json: bool, last: str) -> None:
@@ -142,9 +151,12 @@ def _finish(output: Output, json: bool, last: str) -> None:
         raise output.error
 
 
-def _print_output(output: Output, json: bool) -> None:
-    """Print one complete output (used with --n > 1)."""
-    text = escape_control(output.text) if sys.stdout.isatty() else output.text
+def _print_output(output: Output, json: bool, markers: Mapping[str, int]) -> None:
+    """Print one complete output (used with --n > 1), without the markers among its tokens."""
+    text = output.text
+    for marker in (marker for marker, token in markers.items() if token in output.token_ids):
+        text = text.replace(marker, "")
+    text = escape_control(text) if sys.stdout.isatty() else text
     if not json:
         sys.stdout.write(text)
     _finish(output, json, text)

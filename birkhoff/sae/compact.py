@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from birkhoff.atomic_file import save_tensors
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_saelens import WEIGHTS
 
@@ -31,5 +32,5 @@ def compact(directory: Path) -> int:
         half = tensors[name].bfloat16()
         if torch.equal(half.float(), tensors[name].float()):
             tensors[name] = half
-    save_file(tensors, directory / WEIGHTS)
+    save_tensors(directory / WEIGHTS, tensors)
     return (directory / WEIGHTS).stat().st_size

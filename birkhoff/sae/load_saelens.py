@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from birkhoff import small_file
+from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
@@ -176,11 +177,11 @@ def save_saelens(sae: Sae, path: Path) -> None:
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
+    save_tensors(path / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
     save_labels(sae, path)
     (path / STATISTICS).unlink(missing_ok=True)
     if sae.x_max is not None:
-        save_file({"x_max": sae.x_max}, path / STATISTICS)
+        save_tensors(path / STATISTICS, {"x_max": sae.x_max})
 
 
 def save_labels(sae: Sae, path: Path) -> None:

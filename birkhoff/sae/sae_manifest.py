@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
@@ -197,7 +197,7 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
         }
         if sae.x_max is not None:
             tensors["x_max"] = sae.x_max
-        save_file(tensors, path / f"layer_{sae.layer}_{sae.hook}.safetensors")
+        save_tensors(path / f"layer_{sae.layer}_{sae.hook}.safetensors", tensors)
     save_labels(first, path)
     (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 

@@ -73,7 +73,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         ]
     },
     "/v1/patch_sweep": {
-        "source": {"prompt": "The fox ran"},
+        "source": {"prompt": "The cat ran"},
         "target": {"prompt": "The dog ran"},
         "hook": "mlp_out",
         "layers": [3],

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import DataError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int, check_choice
@@ -47,7 +48,7 @@ def save_goldens(run: ForwardRun, directory: str | Path, form: str = "safetensor
             np.save(directory / f"{name}.npy", array.float().numpy(), allow_pickle=False)
         np.save(directory / "tokens.npy", np.asarray(run.tokens, np.int64), allow_pickle=False)
     else:
-        save_file(arrays, directory / "goldens.safetensors")
+        save_tensors(directory / "goldens.safetensors", arrays)
     metadata = {"format": FORMAT, "label": run.label, "tokens": list(run.tokens)}
     (directory / "goldens.json").write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     return directory

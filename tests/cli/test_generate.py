@@ -191,3 +191,13 @@ def test_a_terminal_gets_a_progress_bar_and_escaped_control_characters(tiny):
     with Terminal("generate", "hello", "--model", tiny, *bias) as terminal:
         terminal.wait_for("\\x1b\\x1b\\x1b\\x1b")
         assert terminal.ends_with(0)
+
+
+def test_a_raw_completion_prints_no_chat_markers(capfd):
+    """nano's <｜User｜> is token 4055; --json keeps the exact text."""
+    ask = ["generate", "Hello", "--max-tokens", "6", "--seed", "1", "--logit-bias", "4055=100"]
+    for more in ([], ["--n", "2"]):
+        assert run([*ask, *more]) == 0
+        assert "User" not in capfd.readouterr().out
+    assert run([*ask, "--json"]) == 0
+    assert "<｜User｜>" in capfd.readouterr().out

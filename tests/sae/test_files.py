@@ -532,3 +532,13 @@ def test_invalid_manifests_are_refused(change, message, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(whole | change))
     with pytest.raises(SaeFileError, match=message):
         load_all(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["saelens", "manifest"])
+def test_all_files_of_a_dictionary_have_the_mode_of_new_files(tmp_path, layout):
+    random_sae("jumprelu", hook="mlp_out", layer=1, view="single", x_max=[1.0] * 24).save(
+        tmp_path / "sae", layout
+    )
+    (tmp_path / "new").touch()
+    expected = (tmp_path / "new").stat().st_mode
+    assert {file.stat().st_mode for file in (tmp_path / "sae").iterdir()} == {expected}

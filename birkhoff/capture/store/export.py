@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from birkhoff.atomic_file import atomic_path
+from birkhoff.atomic_file import atomic_path, save_tensors
 from birkhoff.capture.store.reader import CaptureEntry, read_request, rename, to_torch
 from birkhoff.errors import CaptureFileError, CaptureWriteError
 from birkhoff.hooks.site_names import Address
@@ -30,7 +30,6 @@ def to_safetensors(
     """Write the capture in a request's directory, or entries already read, to one file. Returns the tensor names."""
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     entries = source if isinstance(source, Mapping) else read_request(source)
     if not entries:
@@ -54,7 +53,7 @@ def to_safetensors(
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
     try:
         with atomic_path(Path(path_out), sync=False) as partial:
-            save_file(tensors, str(partial), metadata or None)
+            save_tensors(partial, tensors, metadata or None)
     except (OSError, SafetensorError) as error:
         raise CaptureWriteError(f"{path_out} could not be written ({error}). Choose another place.") from None
     return list(tensors)

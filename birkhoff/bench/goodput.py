@@ -200,12 +200,15 @@ def measure(core: EngineCore, setting: GoodputSetting, rates: Sequence[float] = 
             **{name: _percentiles(values) for name, values in parts.items() if values},
         }
 
+    capacity = setting.requests / kernels.work(setting.make(vocab_size))
+    for run, kind in ((10, "arrivals after load"), (11, "arrivals again")):
+        requests = setting.make(vocab_size, run)
+        yield row(kind, requests, *run_arrivals(core, requests, capacity / 2))
     for run, kind in enumerate(("at once, first time", "at once")):
         requests = setting.make(vocab_size, run)
         yield row(kind, requests, *run_at_once(core, requests))
     requests = setting.make(vocab_size, 2)
     yield row("threads", requests, run_threads(core, requests), None)
-    capacity = setting.requests / kernels.work(setting.make(vocab_size))
     for run, share in enumerate(rates, start=3):
         requests = setting.make(vocab_size, run)
         rate = share * capacity

@@ -82,7 +82,9 @@ class EngineCore:
         self.model = model
         self.max_context = max_context
         self.placement = placement
-        self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
+        # A GPU reads a quarter of a chunk in half its time: prompts would take twice as long beside decoding requests.
+        mixed_share = 1.0 if isinstance(model, Transformer) and _uses_graphs(model) else 0.25
+        self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant, mixed_share)
         self.sampler = Sampler()
         self.drafted = self.accepted = 0
         self.speculator: Speculator | None = None
@@ -120,7 +122,7 @@ class EngineCore:
         device: torch.device | str,
     ) -> Runner:
         mtp = draft_depth > 0
-        uses_graphs = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
+        uses_graphs = _uses_graphs(model)
         slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
         runs_ahead = uses_graphs and not mtp and self.placement is None and not batch_invariant
         lookback = max(draft_depth, int(runs_ahead))  # tokens that may be computed and then discarded
@@ -465,3 +467,8 @@ class EngineCore:
             f"{format_bytes(needed * each)} of cache ({needed} pages), "
             f"{format_bytes(total * each)} can ever be free ({total} pages). It would be {parts}"
         )
+
+
+def _uses_graphs(model: Transformer) -> bool:
+    """Whether decode steps of the model are recorded as CUDA graphs."""
+    return model.numerics.kernels.name == "triton" and unsupported_model(model) is None

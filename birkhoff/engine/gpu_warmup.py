@@ -2,14 +2,15 @@
 
 Prompts of a few lengths, several sequences in one chunk, mixed prefill/decode chunks and chunks at large positions
 run once on memory that no request uses yet, so that every kernel variant is compiled (Triton and NVRTC keep theirs on
-disk). Then the decode graph of every batch size is recorded for short contexts; graphs of longer contexts are
-recorded when they are first needed. With speculation, steps of draft tokens and MTP steps are recorded as well.
+disk). Then the decode graph of every batch size and context length is recorded; with speculation, steps of draft tokens
+and MTP steps as well. Graphs of steps with captures or edits are recorded when a pattern occurs for the second time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,7 +23,7 @@ from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
 
 PROMPT_LENGTHS = (2, 9, 20, 40, 100, 160, 300, 700, 1300, 2100, 3000, 4096, 8192)
-GRAPH_CONTEXTS = 2  # recorded at load: the first entries of CONTEXTS
+COMPILE_THREADS = 8
 CHUNK = 130  # tokens of the chunks at large positions
 
 Progress = Callable[[int, int], None]
@@ -49,6 +50,8 @@ def warm_up(
     total = len(batches) + len(shapes) + len(mtp_rows)
     with torch.inference_mode():
         state.give_pages(graphs.scratch_slot, list(range(min(state.num_pages, state.page_table.shape[1]))))
+        if state.device.type == "cuda":
+            _compile_parts(model, state, graphs.scratch_slot, [len(chunk[0].token_ids) for chunk in batches])
         for done, chunks in enumerate(batches):
             if progress is not None:
                 progress(done, total)
@@ -77,6 +80,45 @@ def warm_up(
     return time.perf_counter() - started
 
 
+def _compile_parts(model: Transformer, state: State, slot: int, lengths: Sequence[int]) -> None:
+    """Run attention, experts, mixers and head in threads of their own, so that their kernels compile concurrently.
+
+    The results are discarded; whatever is compiled here is found compiled by the batches that follow."""
+    device, config = state.device, model.config
+    kinds = {
+        (block.attn.ratio, block.ffn.gate.bias is None): layer for layer, block in enumerate(model.blocks())
+    }
+
+    def run(length: int, part: Callable[[torch.Tensor, torch.Tensor, Batch], object]) -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
+            batch = Batch.of([SequenceChunk(slot, 0, [0] * length)], device)
+            streams = torch.ones(
+                length, config.hc_mult, config.hidden_size, device=device, dtype=model.numerics.dtype
+            )
+            part(streams[:, 0].contiguous(), streams, batch)
+            torch.cuda.current_stream().synchronize()
+
+    def attention(layer: int) -> Callable[[torch.Tensor, torch.Tensor, Batch], object]:
+        block = model.blocks()[layer]
+        return lambda x, _, batch: block.attn(x, batch, model.rope.step(batch.positions), state.at(layer))
+
+    def experts(layer: int) -> Callable[[torch.Tensor, torch.Tensor, Batch], object]:
+        return lambda x, _, batch: model.blocks()[layer].ffn(x, batch, NoTap())
+
+    def mixers(_: torch.Tensor, streams: torch.Tensor, batch: Batch) -> None:
+        mixer = model.blocks()[0].hc_attn
+        u, _, post, mix = mixer.read(streams)
+        mixer.write(streams, u, post, mix)
+        model.logits(model.norm(model.hc_head(streams)[0][-1:]))
+
+    parts = [mixers, *(make(layer) for layer in kinds.values() for make in (attention, experts))]
+    chosen = sorted({max(lengths), min(lengths, key=lambda n: abs(n - 300)), min(lengths)}, reverse=True)
+    torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(COMPILE_THREADS, "birkhoff-compile") as pool:
+        for done in [pool.submit(run, length, part) for length in chosen for part in parts]:
+            done.result()
+
+
 def warm_up_batches(
     scratch: int, max_context: int, max_batch_tokens: int, num_pages: int
 ) -> Iterator[list[SequenceChunk]]:
@@ -97,7 +139,7 @@ def warm_up_batches(
 def graph_shapes(graphs: CudaGraphs) -> Iterator[tuple[int, int]]:
     """Rows and context of the graphs that are recorded at load: `scratch` is also the number of request slots, and each
     request may have draft tokens."""
-    contexts = sorted({min(context, graphs.max_context) for context in CONTEXTS[:GRAPH_CONTEXTS]})
+    contexts = sorted({min(context, graphs.max_context) for context in CONTEXTS})
     most = graphs.scratch_slot * (1 + graphs.decoder.drafts)
     largest = next((rows for rows in graphs.row_sizes if rows >= most), graphs.row_sizes[-1])
     for rows in graphs.row_sizes:

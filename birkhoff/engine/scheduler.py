@@ -51,14 +51,21 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    def __init__(self, slots: int, pages: int, max_batch_tokens: int, batch_invariant: bool = False):
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        max_batch_tokens: int,
+        batch_invariant: bool = False,
+        mixed_share: float = 0.25,
+    ):
         self.slots = IdPool(slots)
         self.pages = IdPool(pages)
         self.prefix: PrefixCache | None = None
         self.max_batch_tokens = max_batch_tokens
         self.batch_invariant = batch_invariant
         # Prefill tokens in a step that also decodes: bounds the delay of the next token.
-        self.mixed_prefill = max(1, max_batch_tokens // 4)
+        self.mixed_prefill = max(1, int(max_batch_tokens * mixed_share))
         left = max(1, max_batch_tokens - slots + 1)  # when all other requests decode
         limit = min(self.mixed_prefill, left, PAGE_TOKENS)
         self.fixed_chunk = 1 << (limit.bit_length() - 1)  # divides a page

@@ -32,7 +32,10 @@ class RowIndex:
         slots, starts, stops = (np.repeat(column, lengths) for column in table.T)
         first_rows = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = starts + np.arange(len(starts)) - first_rows
-        return cls(*to_device(np.stack((slots, positions, starts, stops)), device))
+        count = len(slots)
+        index = np.zeros((4, count + count % 2), np.int64)  # rows at multiples of 16 bytes
+        index[:, :count] = slots, positions, starts, stops
+        return cls(*to_device(index, device)[:, :count])
 
     @cached_property
     def bases(self) -> torch.Tensor:

@@ -38,7 +38,10 @@ def _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32: tl.constexpr
     return new_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["ring_size", "per_page", "topk"])
+@triton.jit(
+    do_not_specialize=["ring_size", "per_page", "topk"],
+    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
+)
 def _attend(
     queries,
     keys,

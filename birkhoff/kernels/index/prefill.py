@@ -18,7 +18,10 @@ from birkhoff.kernels.index.decode import topk_entries
 QUERY_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["rows", "first_row", "length", "num_entries"])
+@triton.jit(
+    do_not_specialize=["rows", "first_row", "length", "num_entries"],
+    do_not_specialize_on_alignment=["counts"],
+)
 def _score(
     queries,
     keys,

@@ -58,6 +58,7 @@ from birkhoff.weights.locate import locate
 from birkhoff.weights.mapped_experts import MappedFiles, map_experts
 from birkhoff.weights.weight_loader import load_into
 
+WEIGHTS_SHARE = 0.85  # of free device memory, from which the MTP block is left out
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -219,8 +220,9 @@ def _plan_run(options: EngineOptions, checkpoint: Checkpoint) -> RunPlan:
     kernels = _select_kernels(options.kernels, device)
     on_gpu = kernels == "triton"
     packed = _runs_packed(options, kernels, checkpoint)
-    # Packed decoding on a GPU has no kernels for draft tokens: speculation is off there unless it is requested.
-    speculative = False if packed and on_gpu and options.speculative == "auto" else options.speculative
+    # The MTP block is as large as a layer: where experts may have to leave the GPU, it is not worth its memory.
+    tight = packed and on_gpu and not _fits_device(options, checkpoint, device)
+    speculative = False if tight and options.speculative == "auto" else options.speculative
     speculation = parse_speculation(
         speculative, checkpoint.has_mtp, options.batch_invariant, checkpoint.drafter
     )
@@ -230,6 +232,12 @@ def _plan_run(options: EngineOptions, checkpoint: Checkpoint) -> RunPlan:
     # Saves device memory.
     with_mtp = checkpoint.has_mtp and not (packed and on_gpu and speculation.depth == 0)
     return RunPlan(device, numerics, packed, speculation, with_mtp)
+
+
+def _fits_device(options: EngineOptions, checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether all weights clearly fit the memory that is free on the device, and nothing else was asked for."""
+    stored = sum(checkpoint[name].nbytes for name in checkpoint)
+    return options.placement.is_default and stored <= WEIGHTS_SHARE * _free_bytes(device)
 
 
 def _runs_packed(options: EngineOptions, kernels: Choice, checkpoint: Checkpoint) -> bool:

@@ -124,7 +124,10 @@ class EngineCore:
         mtp = draft_depth > 0
         uses_graphs = _uses_graphs(model)
         slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
-        runs_ahead = uses_graphs and not mtp and self.placement is None and not batch_invariant
+        # Always drafting leaves no plain step that could run ahead.
+        runs_ahead = (
+            uses_graphs and not (mtp and draft_always) and self.placement is None and not batch_invariant
+        )
         lookback = max(draft_depth, int(runs_ahead))  # tokens that may be computed and then discarded
         state = State(model.config, slots, num_pages, device, model.numerics.dtype, lookback, mtp)
         runner = Runner(model, state, batch_invariant)
@@ -137,7 +140,7 @@ class EngineCore:
             self.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller, chain)
             runner.speculator = self.speculator
         if runs_ahead:
-            self._run_ahead = RunAhead(self.scheduler, runner, self.sampler)
+            self._run_ahead = RunAhead(self.scheduler, runner, self.sampler, self.controller)
         return runner
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
@@ -196,9 +199,13 @@ class EngineCore:
             if launched is not None:
                 with self._handling_errors(launched.requests):
                     assert self._run_ahead is not None
+                    started = self._clock()
                     following = self._run_ahead.following(launched)
                     self._commit_launched(launched)
                     self._launched = following
+                    if self.controller is not None:  # counts the plain steps until drafting is tried again
+                        count = len(launched.requests)
+                        self.controller.record(count, False, False, count, self._clock() - started)
                 return True
             chunks = self.scheduler.schedule()
             if not chunks:

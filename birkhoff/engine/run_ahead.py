@@ -17,6 +17,7 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.runner import ModelOutput, Runner
 from birkhoff.engine.sampler import PendingSample, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
+from birkhoff.engine.speculation_controller import SpeculationController
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +30,30 @@ class LaunchedStep:
 
 
 class RunAhead:
-    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler):
+    """`controller` decides whether steps of a batch size draft; only those that do not can run ahead."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        controller: SpeculationController | None = None,
+    ):
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
+        self.controller = controller
         self.steps = 0  # launched before the results of the previous step were read
 
     def accepts(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether a step of these chunks can be left on the device while the next one is launched."""
-        return self.runner.replays(chunks) and all(
-            chunk.samples and self._independent(chunk.request) for chunk in chunks
+        return (
+            self._plain(len(chunks))
+            and self.runner.replays(chunks)
+            and all(
+                chunk.samples and not chunk.draft_tokens and self._independent(chunk.request)
+                for chunk in chunks
+            )
         )
 
     def launch(self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]) -> LaunchedStep:
@@ -58,7 +73,9 @@ class RunAhead:
             if not request.done and len(request.output_ids) + 1 < request.max_tokens
         ]
         requests = [step.requests[row] for row in rows]
-        if not rows or not all(
+        if not rows or not self._plain(len(rows)):
+            return None
+        if not all(
             self.scheduler.allocate_without_preemption(request, request.num_tokens + 1)
             for request in requests
         ):
@@ -70,6 +87,11 @@ class RunAhead:
         logits = self.runner.replay_ahead(requests, positions, tokens)
         self.steps += 1
         return LaunchedStep(requests, positions, self.sampler.launch(requests, [logits], ahead=1))
+
+    def _plain(self, count: int) -> bool:
+        """Whether steps of this many requests neither draft nor are measured against drafting."""
+        controller = self.controller
+        return controller is None or not (controller.should_draft(count) or controller.in_trial(count))
 
     def _independent(self, request: Request) -> bool:
         idle = request.plan is None or request.plan.idle_after_prompt

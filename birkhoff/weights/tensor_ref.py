@@ -169,13 +169,24 @@ def strips(shape: tuple[int, ...], item_bytes: int = 4) -> Iterator[tuple[int, i
 
 def check_scale(name: str, scale: torch.Tensor, first_row: int = 0) -> None:
     """Reject byte 255, the NaN of E8M0."""
-    _reject(scale == 255, name, first_row, "is NaN (byte 0xFF)", "a power of two")
+    _reject(invalid_scale(scale), name, first_row, "is NaN (byte 0xFF)", "a power of two")
 
 
 def check_codes(name: str, codes: torch.Tensor, first_row: int = 0) -> None:
     """Reject the NaN codes of E4M3; E2M1 has none."""
-    if codes.dtype == torch.float8_e4m3fn:
-        _reject((codes.view(torch.uint8) & 0x7F) == 0x7F, name, first_row, "is NaN", "an fp8 number")
+    invalid = invalid_codes(codes)
+    if invalid is not None:
+        _reject(invalid, name, first_row, "is NaN", "an fp8 number")
+
+
+def invalid_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Where E8M0 scales are NaN."""
+    return scale == 255
+
+
+def invalid_codes(codes: torch.Tensor) -> torch.Tensor | None:
+    """Where E4M3 codes are NaN; None for codes that cannot be."""
+    return (codes.view(torch.uint8) & 0x7F) == 0x7F if codes.dtype == torch.float8_e4m3fn else None
 
 
 def check_finite(name: str, values: torch.Tensor, first_row: int = 0) -> None:

@@ -9,6 +9,7 @@ itself is damaged. "value" destinations receive exactly dequantised values round
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from birkhoff.weights.tensor_ref import (
     check_finite,
     check_scale,
     check_shape,
+    invalid_codes,
+    invalid_scale,
     strips,
     value_strips,
 )
@@ -105,7 +108,10 @@ def load_into(
 def _filled(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[_Step]:
     """Fill every destination and yield it, in order; destinations on a GPU by several threads.
 
-    One thread copies from the page cache at about 2 GB/s, a fraction of what the bus and the memory can do."""
+    One thread copies from the page cache at about 2 GB/s, a fraction of what the bus and the memory can do. Each
+    thread has a CUDA stream; packed values are checked on the device, and the results are read once at the end."""
+    local = threading.local()
+    unchecked: list[tuple[WeightDestination, torch.Tensor]] = []  # with flags on the device
 
     def fill(step: _Step) -> _Step:
         destination = step[0]
@@ -113,11 +119,14 @@ def _filled(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[_Step]:
         with torch.no_grad():
             if device.type != "cuda":
                 _FILL[destination.kind](destination, checkpoint)
-            else:
-                stream = torch.cuda.Stream(device)
-                with torch.cuda.stream(stream):
+                return step
+            if not hasattr(local, "stream"):
+                local.stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(local.stream):
+                if destination.kind in ("codes", "scale"):
+                    _copy_packed(destination, checkpoint, lambda bad: unchecked.append((destination, bad)))
+                else:
                     _FILL[destination.kind](destination, checkpoint)
-                stream.synchronize()
         return step
 
     if all(destination.tensor.device.type != "cuda" for destination, _ in plan):
@@ -129,6 +138,24 @@ def _filled(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[_Step]:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    torch.cuda.synchronize()
+    if unchecked:
+        flags = torch.stack([bad for _, bad in unchecked]).tolist()
+        for destination in (destination for (destination, _), bad in zip(unchecked, flags) if bad):
+            _fill_packed(destination, checkpoint)  # raises and names the value
+
+
+def _copy_packed(
+    destination: WeightDestination, checkpoint: Checkpoint, report: Callable[[torch.Tensor], None]
+) -> None:
+    """Copy codes or scales to a GPU without waiting; `report` gets flags that are True for invalid strips."""
+    ref, tensor = checkpoint[destination.name], destination.tensor
+    for start, stop in strips(ref.shape, 1):
+        rows = ref.rows(start, stop, pinned=True).to(tensor.device, non_blocking=True)
+        invalid = invalid_scale(rows) if destination.kind == "scale" else invalid_codes(rows)
+        if invalid is not None:
+            report(invalid.any())
+        tensor[start:stop].copy_(rows if rows.dtype == tensor.dtype else rows.view(tensor.dtype))
 
 
 def _plan(
@@ -218,7 +245,7 @@ def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None
     tensor = destination.tensor
     check = check_scale if destination.kind == "scale" else check_codes
     for start, stop in strips(ref.shape, 1):
-        rows = ref.rows(start, stop, pinned=tensor.is_cuda).to(tensor.device, non_blocking=True)
+        rows = ref.rows(start, stop).to(tensor.device)
         check(destination.name, rows, start)
         tensor[start:stop].copy_(rows if rows.dtype == tensor.dtype else rows.view(tensor.dtype))
 

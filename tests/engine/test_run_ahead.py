@@ -137,3 +137,18 @@ def test_an_error_ends_the_requests_of_a_launched_step_and_an_interrupt_repeats_
             pass
         assert [one.output_ids] == expected
     assert core.scheduler.slots.num_free == 3 and core._launched is None
+
+
+def test_plain_steps_of_an_engine_that_could_draft_run_ahead():
+    config = variant(compress_ratios=(4,), num_hash_layers=0, index_topk=4)
+    drafting = with_kernels(packed_model(config, mtp=True), "triton")
+    expected = run(make_core(drafting, ahead=False), [request(5, 6), request(11, 5)])
+    core = make_core(drafting, draft_depth=1)
+    controller = core.controller
+    assert controller is not None and core._run_ahead is not None
+    assert not core._run_ahead._plain(2), "a batch size that is being measured does not run ahead"
+    for count in (1, 2):
+        controller._bucket(count).mode = "plain"
+    assert run(core, [request(5, 6), request(11, 5)]) == expected
+    assert core._run_ahead.steps >= 3 and core.drafted == 0
+    assert controller._bucket(2)._steps_in_mode >= 3, "plain steps count towards the next trial"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from birkhoff.byte_size import format_bytes, parse_bytes
-from birkhoff.cli.gpu_plan import DevicePlan, device_plan
+from birkhoff.cli.gpu_plan import DevicePlan, device_plan, host_lines, host_plan
 from birkhoff.cli.inspect import print_report
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import ProgressCallback, print_status, progress_bar
 from birkhoff.errors import BirkhoffError, CheckpointError, HubError, OptionError, quoted
+from birkhoff.free_memory import free_host_bytes
 from birkhoff.hf.checkpoint import family_of, read_config, runs_here
 from birkhoff.hf.families import Family
 from birkhoff.hf_hub import INDEX, RemoteRepo, RepoPath, cache_folder, select_files
@@ -67,6 +68,13 @@ def pull(
             show_default=False,
         ),
     ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this much host memory, such as 64GiB: beside --gpu, or for a CPU.",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(help="Context length per request of the plan, in tokens.", show_default=False),
@@ -90,6 +98,7 @@ def pull(
             raise OptionError("--gguf-file names the one file to take. Leave out the path or --include.")
         where = RepoPath(where.repo, gguf_file, where.revision)
     device_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
+    host_bytes = None if ram is None else parse_bytes(ram)
     repo = RemoteRepo.open(where)
     files = _select(repo, include or (), exclude or ())
     total = sum(repo.files[file] for file in files)
@@ -98,7 +107,7 @@ def pull(
         f"{where}, commit {repo.commit[:12]}: {len(files)} files of {format_bytes(total)}, {format_bytes(present)} of "
         f"them in the cache {cache_folder()}"
     )
-    plan = _plan(repo, files, device_bytes, context, requests)
+    plan = _plan(repo, files, device_bytes, host_bytes, context, requests)
     if not json:
         plan.print(Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty()))
     needed, free = repo.check_disk(files)
@@ -156,6 +165,7 @@ class _PullPlan:
     reason: str
     weight_bytes: int
     broken: bool = False
+    host: dict[str, Any] = field(default_factory=dict)  # the plan for a CPU
 
     @property
     def problems(self) -> list[str]:
@@ -167,7 +177,8 @@ class _PullPlan:
     def to_dict(self) -> dict[str, Any]:
         if self.report is None or self.device is None:
             return {"reason": self.reason, "weight_bytes": self.weight_bytes}
-        return {**json_module.loads(self.report.to_json()), **self.device.to_dict()}
+        plans = self.device.to_dict() | ({"host": self.host} if self.host else {})
+        return {**json_module.loads(self.report.to_json()), **plans}
 
     def print(self, console: Console) -> None:
         if self.report is None or self.device is None:
@@ -176,14 +187,19 @@ class _PullPlan:
                 print_status(f"the weights take {format_bytes(self.weight_bytes)} of memory as stored")
             return
         print_report(self.report, console)
-        for line in self.device.lines():
+        for line in [*self.device.lines(), *(host_lines(self.host) if self.host else [])]:
             console.print(line)
 
 
 def _plan(
-    repo: RemoteRepo, files: list[str], device_bytes: int | None, context: int | None, requests: int
+    repo: RemoteRepo,
+    files: list[str],
+    device_bytes: int | None,
+    host_bytes: int | None,
+    context: int | None,
+    requests: int,
 ) -> _PullPlan:
-    """Inspect the headers of the weights among `files`."""
+    """Inspect the headers of the weights among `files`, and plan for a GPU, or for a CPU where there is none."""
     from birkhoff.engine.memory_plan import BUS_SPEED, DEVICE_SPEED
     from birkhoff.weights.inspect import device_memory, inspect_checkpoint
 
@@ -216,11 +232,14 @@ def _plan(
                 return _PullPlan(None, None, _ordinary_plan(family_of(raw), report), size)
             except BirkhoffError as error:
                 return _PullPlan(None, None, str(error), size, broken=True)
-    if device_bytes is None:
-        gpus = [memory for place, memory in device_memory().items() if place != "host"]
-        device_bytes = max(gpus, default=None)
-    device = device_plan(report, device_bytes, context, requests, (DEVICE_SPEED, BUS_SPEED))
-    return _PullPlan(replace(report, path=str(repo.where)), device, "", size)
+        if device_bytes is None and host_bytes is None:
+            gpus = [memory for place, memory in device_memory().items() if place != "host"]
+            device_bytes = max(gpus, default=None)
+        host = {}
+        if device_bytes is None and not report.problems:
+            host = host_plan(path, host_bytes or free_host_bytes(), context, requests)
+    device = device_plan(report, device_bytes, context, requests, (DEVICE_SPEED, BUS_SPEED), host_bytes)
+    return _PullPlan(replace(report, path=str(repo.where)), device, "", size, host=host)
 
 
 def _ordinary_plan(family: Family, report: Inspection) -> str:

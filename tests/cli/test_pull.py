@@ -105,6 +105,9 @@ def test_the_plan_as_json_and_a_second_pull(server):
     assert first["plan"]["tensors"] == 585 and first["plan"]["gpu"]["plan"]["experts"] == 48
     read = sum(first["files"][name] for name in ("config.json", "model.safetensors.index.json"))
     assert first["download_bytes"] + read == first["bytes"]
+    status, out, _ = run("org/tiny", "--json", "--ram", "64MiB", "--context", "256", "--dry-run")
+    host = json.loads(out)["plan"]["host"]
+    assert host["host_bytes"] == 64 * 2**20 and "experts" in host["experts_text"]
     status, out, _ = run("org/tiny", "--json")
     path = Path(json.loads(out)["path"])
     assert path == resolve("org/tiny") and len(downloads(server)) == 4

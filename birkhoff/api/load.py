@@ -29,7 +29,9 @@ from birkhoff.engine.memory_plan import (
     CachePlan,
     HostBudget,
     MemoryBudget,
+    cache_within,
     default_cache_bytes,
+    held_bytes,
     plan_budget,
     plan_cache,
     plan_host,
@@ -107,7 +109,10 @@ def load(
     network, memory = _build_model(chosen, checkpoint, run)
     placed = memory if isinstance(memory, PlacedExperts) else None
     _load_weights(network, checkpoint, run, progress)
-    cache_bytes = memory.cache_bytes if isinstance(memory, HostBudget) else _cache_bytes(chosen, run, placed)
+    if isinstance(memory, HostBudget):
+        cache_bytes = memory.cache_bytes
+    else:
+        cache_bytes = _cache_bytes(chosen, run, placed, sum(held_bytes(network)[:2]))
     cache = plan_cache(
         checkpoint.config,
         run.numerics.dtype.itemsize,
@@ -328,7 +333,7 @@ def _build_model(
         )
     if placed is not None:
         network.use_expert_store(placed.store)
-    if run.device.type != "cpu" or placed is not None:
+    if on_gpu or run.device.type != "cpu":
         return network.allocate(run.device).eval(), placed
     budget = plan_cpu(options, network, free_host_bytes())
     if budget.mapped:
@@ -438,10 +443,15 @@ def _announce_compilation() -> None:
     print(f"birkhoff: compiling CPU kernels, {kept}", file=sys.stderr, flush=True)
 
 
-def _cache_bytes(options: EngineOptions, run: RunPlan, placed: PlacedExperts | None) -> int:
+def _cache_bytes(options: EngineOptions, run: RunPlan, placed: PlacedExperts | None, held: int) -> int:
+    """Bytes of the cache beside weights of `held` bytes on a GPU, within `gpu_memory`."""
     if options.cache_bytes is not None:
         return options.cache_bytes
-    return _free_bytes(run.device) // 4 if placed is None else placed.budget.cache_bytes
+    if placed is not None:
+        return placed.budget.cache_bytes
+    quarter = _free_bytes(run.device) // 4
+    limit = options.placement.gpu_memory
+    return quarter if limit is None else min(quarter, cache_within(limit, held))
 
 
 def _free_bytes(device: torch.device) -> int:

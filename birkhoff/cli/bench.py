@@ -82,6 +82,24 @@ def model(
 
 
 @app.command()
+def packed(
+    experts: Annotated[
+        str, typer.Option(help="Type of the routed experts, such as MXFP4 or Q2_K.")
+    ] = "MXFP4",
+    dense: Annotated[str, typer.Option(help="Type of the other projections.")] = "Q8_0",
+    layers: Annotated[int, typer.Option(help="Number of layers, at V4-Flash width.")] = 2,
+    threads: Threads = 2,
+    steps: Steps = 8,
+    rounds: Rounds = 5,
+) -> None:
+    """Decoding at full V4-Flash width on this CPU from packed weights, beside its memory bandwidth; JSON lines."""
+    from birkhoff.bench.packed import PackedSetting, bench_packed
+
+    setting = PackedSetting(experts, dense, layers, steps=steps, rounds=rounds, threads=threads)
+    _print_lines(bench_packed(setting))
+
+
+@app.command()
 def kernels() -> None:
     """Decode kernels on a GPU, checked against and timed beside PyTorch; JSON lines."""
     _require_cuda()

@@ -454,6 +454,12 @@ def held_bytes(model: Transformer) -> tuple[int, int, int]:
     return dense, experts, count
 
 
+def cache_within(device_bytes: int, held: int) -> int:
+    """Bytes that `device_bytes` leave for the cache beside weights of `held` bytes and the working space."""
+    working = min(int(WORKING_SHARE * device_bytes), MAX_WORKING_BYTES)
+    return max(device_bytes - working - held, 0)
+
+
 def plan_host(
     model: Transformer,
     host_bytes: int,

@@ -26,6 +26,7 @@ GIB = 2**30
         ("auto", PlacementOptions()),
         ("device", PlacementOptions(all_on_device=True)),
         ("host", PlacementOptions(share=0.0)),
+        ("mapped", PlacementOptions(mapped=True)),
         (0.25, PlacementOptions(share=0.25)),
         ("0.25", PlacementOptions(share=0.25)),
         (1.0, PlacementOptions(share=1.0)),
@@ -43,7 +44,7 @@ def test_accepted_values_of_experts(experts, expected):
     [
         (
             ("moon", None, None),
-            r"experts is 'moon', expected bytes such as '24GiB', 'auto', 'device', 'host' or a share",
+            r"experts is 'moon', expected bytes such as '24GiB', 'auto', 'device', 'host', 'mapped' or a share",
         ),
         ((True, None, None), "experts is 'True', expected"),
         ((-5, None, None), "experts is -5, expected"),
@@ -126,6 +127,15 @@ def answer(path):
     with engine(path) as opened:
         assert opened.placement is None, "all experts fit"
         return opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+
+
+def test_gpu_memory_bounds_the_cache_when_all_experts_fit(path, capsys):
+    with engine(path, gpu_memory="8MiB") as opened:
+        assert opened.placement is None, "all experts fit"
+        printed = capsys.readouterr().err
+        planned = int(printed.split("cache_bytes ")[1].split(";")[0])
+        held = sum(t.nbytes for t in (*opened.model.parameters(), *opened.model.buffers()))
+        assert 0 < planned and held + planned <= 8 * 2**20
 
 
 @pytest.mark.parametrize("experts", scaled([1.0, 0.5, "host", "40KB"], [0.5]))

@@ -374,6 +374,9 @@ template <> void decode<IQ4_XS>(const uint8_t *row, const uint8_t *, int first, 
     }
 }
 
+// A hint only: addresses behind the end of a matrix are harmless.
+inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
+
 inline const uint8_t *scales_of(const Matrix &m, int64_t row) {
     return m.scales ? m.scales + row / m.scale_rows * m.scale_stride : nullptr;
 }
@@ -424,7 +427,10 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
         memset(acc, 0, sizeof(Vec) * n * WEIGHT_ROWS);
         for (int start = 0; start < m.columns; start += CHUNK) {
             const int count = int(std::min<int64_t>(CHUNK, m.columns - start));
+            const int64_t from = m.row_bytes * start / m.columns, chunk_bytes = m.row_bytes * count / m.columns;
             for (int w = 0; w < WEIGHT_ROWS; w++) {
+                const uint8_t *next = m.codes + (row + WEIGHT_ROWS + w) * m.row_bytes + from;
+                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b);
                 if (w < weight_rows)
                     decode<T>(m.codes + (row + w) * m.row_bytes, scales_of(m, row + w), start, count, buffer[w]);
                 if (w >= weight_rows) memset(buffer[w], 0, sizeof buffer[w]);
@@ -449,6 +455,7 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
     const __m512 table = _mm512_loadu_ps(fp4_levels);
     __m512 acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
+    const int64_t next = ROWS * m.row_bytes;  // the rows after these: short rows end before hardware prefetch pays
     for (int w = 0; w < ROWS; w++) {
         for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
         codes[w] = m.codes + (row + w) * m.row_bytes;
@@ -461,6 +468,8 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
                 x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
                 x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
             }
+            if (X == 1 && g % (T == Q8_0 ? 2 : 4) == 0)  // about a cache line of every row
+                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g);
             for (int w = 0; w < ROWS; w++) {
                 __m512 low, high, scale;
                 if (T == Q8_0) {
@@ -487,6 +496,11 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
             __m512 sum[ROWS][X];
             for (int w = 0; w < ROWS; w++)
                 for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
+            if (X == 1)
+                for (int w = 0; w < ROWS; w++) {
+                    prefetch(codes[w] + next + start);
+                    prefetch(codes[w] + next + start + 64);
+                }
             for (int64_t k = start; k < stop; k += 16) {
                 for (int w = 0; w < ROWS; w++) {
                     const __m512 weight = e4m3(codes[w] + k);

@@ -7,6 +7,7 @@ rows a strip of the weight is dequantised into a buffer that stays in the cache 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -219,6 +220,13 @@ class ExpertProducts(_Matrices):
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+def read_speed(words: torch.Tensor) -> float:
+    """Bytes per second at which all threads read a tensor of 64-bit integers once."""
+    began = time.perf_counter()
+    _native().birkhoff_read(words.data_ptr(), words.numel(), torch.get_num_threads())
+    return words.nbytes / (time.perf_counter() - began)
 
 
 def first_bad_row(matrix: PackedMatrix) -> int | None:

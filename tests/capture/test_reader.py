@@ -216,11 +216,11 @@ def test_pipes_and_directories_in_place_of_files_do_not_hang(quick_path):
     directory = written(quick_path)
     (directory / "packed.bin").unlink()
     os.mkfifo(directory / "packed.bin")
-    with pytest.raises(CaptureFileError, match="not a file"):
+    with pytest.raises(CaptureFileError, match="expected a regular file"):
         read_packed(directory)
     (directory / "packed.bin").unlink()
     (directory / "packed.bin").mkdir()
-    with pytest.raises(CaptureFileError, match="not a file"):
+    with pytest.raises(CaptureFileError, match="expected a regular file"):
         read_packed(directory)
 
 

@@ -25,7 +25,7 @@ from birkhoff.hooks.sites import SITES
 L, P, OUT = 6, 20, 5  # layers, tokens of the prompt, tokens of the answer; the last of them is never run
 RUN = P + OUT - 1
 HOOKS = (*(site.name for site in SITES), "mhc_streams_post_mlp", "post_block")
-ABSENT = {"post_mlp", "post_block"}  # ordinary models have them
+ABSENT = {"post_mlp", "post_block", "attn_z", "attn_out"}  # ordinary models have them
 ONCE = {"mhc_streams_final", "mhc_head_mix", "final_hidden"}
 STREAMED = {
     hook

@@ -160,7 +160,7 @@ def test_the_tap_of_an_equal_step_is_reused(engine):
         PROMPT, steer=[Add(vector(d), "mlp_out", "all")], **{**GREEDY, "max_tokens": 8}
     )
     engine._core.submit(request)
-    staging = engine._core.runner._stagings[0]
+    staging = engine._core.runner.hooks[0]._staging
     taps = []
     while not request.done:
         engine._core.step()

@@ -25,6 +25,7 @@ template), `stream`, `trace`, `logits`, `lens`, `capture`, `steer`, `attach`, `h
 generate --model PATH`) and the server (`birkhoff serve PATH`). Requests are scheduled as for V4: continuous
 batches, chunked prefill, files and readers are the same.
 
+<!-- needs: real weights -->
 ```python
 import birkhoff
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,6 +17,7 @@ from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.forward import edit_tap, features, trace
 from birkhoff.analysis.lens import Lens, compute_lens
 from birkhoff.analysis.run_manifest import model_digest
+from birkhoff.api.call_sampling import CallSampling
 from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.options import signature_of
 from birkhoff.api.prompts import Captures, per_prompt
@@ -93,7 +94,7 @@ class Engine:
         model = self._core.model
         if not isinstance(model, Transformer):
             raise UnsupportedModel(
-                f"{self.name} is no DeepSeek-V4: it has no hyper-connections, compressed attention or signals of them. "
+                f"{self.name} is no DeepSeek-V4 of the backend birkhoff, whose mixers and attention are needed here. "
                 f"Its hooks are {', '.join(self.schema)}."
             )
         return model
@@ -233,13 +234,13 @@ class Engine:
         list of edits; both may be given per prompt. `signals` names small per-token values to keep
         (`hooks/signals.py`). With `baseline` every output also has its unsteered twin, from the same seed and batch, as
         `output.baseline`."""
-        resolved = _Sampling.of(params, sampling)
+        resolved = CallSampling.of(params, sampling)
         return self._generate(prompts, resolved, capture, steer, None, signals, baseline)
 
     def _generate(
         self,
         prompts: Any,
-        sampling: _Sampling,
+        sampling: CallSampling,
         capture: Captures,
         steer: Steering,
         thinking: bool | None,
@@ -297,6 +298,16 @@ class Engine:
         return self._chat_format.stream(stops, thinking=thinking, min_tokens=min_tokens)
 
     @property
+    def chat_abilities(self) -> dict[str, bool]:
+        """What the chat format can do: `chat` at all, call `tools`, begin with `reasoning`."""
+        chat = self._chat
+        return {
+            "chat": chat is not None,
+            "tools": chat is not None and chat.tools,
+            "reasoning": chat is not None and chat.reasons,
+        }
+
+    @property
     def _chat_format(self) -> ChatFormat:
         if self._chat is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file
@@ -321,7 +332,7 @@ class Engine:
         **sampling: Unpack[SamplingKwargs],
     ) -> Any:
         """`generate` through the model's chat format; `output.message` separates reasoning, content and tool calls."""
-        resolved = _Sampling.of(params, sampling)
+        resolved = CallSampling.of(params, sampling)
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
         return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline)
 
@@ -339,7 +350,7 @@ class Engine:
 
         Closing the iterator cancels the request. `stream.output` is the complete `Output` after the last event, or the
         partial one after closing."""
-        request = self._single_request(prompt, _Sampling.of(params, sampling), capture, steer)
+        request = self._single_request(prompt, CallSampling.of(params, sampling), capture, steer)
         return Stream(request, self._events(request), self._core.cancel)
 
     @signature_of(SamplingParams)
@@ -353,7 +364,7 @@ class Engine:
         **sampling: Unpack[SamplingKwargs],
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio; the event loop runs other tasks while a step computes."""
-        request = self._single_request(prompt, _Sampling.of(params, sampling), capture, steer)
+        request = self._single_request(prompt, CallSampling.of(params, sampling), capture, steer)
         self._core.submit(request)
         try:
             while True:
@@ -455,7 +466,7 @@ class Engine:
         self, prompt: Prompt, capture: Capture, planner: CapturePlanner | None = None
     ) -> Request:
         """Queue a prompt for its activations only. `planner` replaces the engine's own capture planner."""
-        sampling = _Sampling.of(SamplingParams(max_tokens=1, temperature=0), {})
+        sampling = CallSampling.of(SamplingParams(max_tokens=1, temperature=0), {})
         request = self._single_request(prompt, sampling, capture, planner=planner)
         self._core.submit(request)
         return request
@@ -488,7 +499,7 @@ class Engine:
 
         `thinking` is None for plain text. `mask` creates the token mask of a choice. `mark` is appended to the names of
         captures."""
-        resolved = _Sampling.of(params, sampling)
+        resolved = CallSampling.of(params, sampling)
         requests = self._requests(
             prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals
         )
@@ -544,7 +555,7 @@ class Engine:
     def _single_request(
         self,
         prompt: Prompt,
-        sampling: _Sampling,
+        sampling: CallSampling,
         capture: Captures,
         steer: Steering = None,
         planner: CapturePlanner | None = None,
@@ -562,7 +573,7 @@ class Engine:
     def _requests(
         self,
         prompt: Prompt,
-        sampling: _Sampling,
+        sampling: CallSampling,
         capture: CaptureRequestSpec | None,
         steer: Steering = None,
         thinking: bool | None = None,
@@ -629,21 +640,6 @@ class Engine:
             check_length(len(prompt), self.tokenizer, self.config.max_position_embeddings)
             return bos + self.tokenizer.encode(prompt)
         return check_ids(prompt, self.config)
-
-
-@dataclass(frozen=True)
-class _Sampling:
-    """Sampling parameters of one call. A default `max_tokens` is lowered to what the context leaves; a given one that
-    does not fit is an error."""
-
-    params: SamplingParams
-    max_tokens_given: bool
-
-    @classmethod
-    def of(cls, params: SamplingParams | None, keywords: Mapping[str, Any]) -> _Sampling:
-        merged = SamplingParams.from_kwargs(params, **keywords)
-        given = keywords.get("max_tokens") is not None or merged.max_tokens != SamplingParams.max_tokens
-        return cls(merged, given)
 
 
 def _output(request: Request) -> Output:

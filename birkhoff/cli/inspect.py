@@ -79,6 +79,7 @@ def inspect(
         plan_lines,
         plan_or_refusal,
     )
+    from birkhoff.hf.checkpoint import read_config, runs_here
     from birkhoff.weights.inspect import inspect_checkpoint
     from birkhoff.weights.locate import locate
 
@@ -108,6 +109,13 @@ def inspect(
             raise typer.Exit(1)
         return
     path = locate(model)
+    if (path / "config.json").is_file() and runs_here(read_config(path)):
+        if device_bytes is not None or on_cpu:
+            raise OptionError(
+                "plans are for DeepSeek-V4, and this is another model. Leave the plan's options out."
+            )
+        _inspect_foreign(path, console, json)
+        return
     report = inspect_checkpoint(path)
     plan = device_plan(report, device_bytes, context, requests, speeds, host_bytes)
     host = {}
@@ -122,6 +130,32 @@ def inspect(
         for line in [*plan.lines(), *(host_lines(host) if host else [])]:
             console.print(line)
     if report.problems or plan.refused or "refused" in host:
+        raise typer.Exit(1)
+
+
+def _inspect_foreign(path: Path, console: Console, json: bool) -> None:
+    """Report a model that runs through Transformers."""
+    from birkhoff.hf.inspect_model import inspect_model
+
+    report = inspect_model(path)
+    if json:
+        typer.echo(json_module.dumps(report, ensure_ascii=False))
+    else:
+        experts = f", {report['experts']} experts" if report["experts"] else ""
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report["dtypes"].items())
+        chat = "with a chat template" if report["chat_template"] else "no chat template"
+        console.print(
+            f"{path}: {report['title']} ({report['architecture']}), backend transformers", markup=False
+        )
+        console.print(
+            f"  {report['layers']} layers, hidden size {report['hidden_size']}, vocabulary {report['vocab_size']}"
+            f"{experts}, context {report['max_context']}, {chat}"
+        )
+        console.print(f"  {report['tensors']} tensors, {format_bytes(report['bytes'])}: {dtypes}")
+        console.print(f"  hooks: {', '.join(report['hooks'])}")
+        for problem in report["problems"]:
+            console.print(f"  problem: {problem}", markup=False)
+    if report["problems"]:
         raise typer.Exit(1)
 
 

@@ -64,6 +64,7 @@ ENGINE = (
     *(
         _flag(EngineOptions, name, kind)
         for name, kind in (
+            ("backend", str),
             ("device", str),
             ("dtype", str),
             ("numerics", str),

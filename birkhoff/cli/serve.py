@@ -16,6 +16,14 @@ from birkhoff.errors import OptionError
 
 @shared_options("Model", "Server")
 def serve(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Model to serve, as for --model: a path, or org/name in the hub cache.",
+            show_default=False,
+        ),
+    ] = None,
     max_requests: Annotated[
         int,
         typer.Option(
@@ -27,6 +35,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI- and Anthropic-compatible APIs."""
     settings, load_options = server_settings(options)
+    if path is not None:
+        if load_options.get("model", path) != path:
+            raise OptionError(f"both {path} and --model {load_options['model']} are given. Name one model.")
+        load_options["model"] = path
     load_options = {"model": "nano", "max_requests": max_requests, **load_options}
     for field in fields(settings):  # settings that are options of the engine
         if field.name in EngineOptions.__dataclass_fields__ and getattr(settings, field.name) != "":

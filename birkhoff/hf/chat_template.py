@@ -12,7 +12,11 @@ from birkhoff.text.tokenizer import Tokenizer
 
 
 class TemplateChat:
-    """`tokenizer` is the Transformers tokenizer, `decoder` ours for the same ids. Answers are plain content."""
+    """`tokenizer` is the Transformers tokenizer, `decoder` ours for the same ids. Answers are plain content: every
+    family writes calls of tools and reasoning in its own way, so tools are refused and reasoning is not split off."""
+
+    tools = False
+    reasons = False
 
     def __init__(self, tokenizer: Any, decoder: Tokenizer):
         self._tokenizer = tokenizer
@@ -33,13 +37,17 @@ class TemplateChat:
             raise OptionError(
                 f"effort is {quoted(effort)}, but a chat template has no reasoning effort. Leave it out."
             )
+        if tools:
+            raise OptionError(
+                "tools are given, but calls in the format of this model are not parsed. Leave tools out, or describe "
+                "them in a message."
+            )
         if not messages:
             raise PromptError("the list of messages is empty. Pass at least one.")
         asks = messages[-1].get("role") != "assistant"
         try:
             ids = self._tokenizer.apply_chat_template(
                 [_message(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=asks,
                 tokenize=True,
                 return_dict=False,

@@ -12,7 +12,7 @@ residual, after a norm that follows the sublayer, if there is one."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -68,10 +68,29 @@ _NEOX = MappingProxyType(
 )
 
 
+# Transformers' DeepseekV4: the same names as `hooks/site_names.py` lists for it. Its streams can only be captured here.
+_V4 = MappingProxyType(
+    {
+        "mhc_streams_pre_attn": Point("", "input"),
+        "mhc_attn_post_mix": Point("attn_hc", "output", 0),
+        "mhc_attn_res_mix": Point("attn_hc", "output", 1),
+        "pre_attn": Point("attn_hc", "output", 2),
+        "post_attn": Point("self_attn", "output"),
+        "mhc_streams_pre_mlp": Point("ffn_hc", "input"),
+        "mhc_ffn_post_mix": Point("ffn_hc", "output", 0),
+        "mhc_ffn_res_mix": Point("ffn_hc", "output", 1),
+        "mlp_in": Point("ffn_hc", "output", 2),
+        "mlp_out": Point("mlp", "output"),
+        **ROUTER,
+    }
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """One row of the table. `sliding` says how the model takes sliding windows: not at all, as the one mask of all
-    layers, or as one mask per layer type."""
+    layers, or as one mask per layer type. Without `cached` every step computes the whole text again, request by
+    request: slow, and independent of any cache."""
 
     model_type: str
     title: str
@@ -81,7 +100,9 @@ class Family:
     norm: str = "model.norm"
     sliding: Literal["none", "all", "by_type"] = "none"
     moe: bool = False
-    aliases: tuple[str, ...] = field(default=())  # other architectures with the same model inside
+    cached: bool = True
+    stream_merge: str = ""  # the module that merges the residual streams before the final norm
+    capture_only: tuple[str, ...] = ()  # sites that other models can edit
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -106,7 +127,18 @@ FAMILIES: tuple[Family, ...] = (
         norm="gpt_neox.final_layer_norm",
     ),
 )
-BY_TYPE: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in FAMILIES})
+ORACLE = Family(
+    "deepseek_v4",
+    "DeepSeek-V4 (as an oracle)",
+    "DeepseekV4ForCausalLM",
+    _V4,
+    cached=False,
+    stream_merge="model.hc_head",
+    capture_only=("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final"),
+)
+BY_TYPE: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in (*FAMILIES, ORACLE)}
+)
 
 
 def points_of(family: Family, config: Mapping[str, Any], dense_layers: bool = False) -> dict[str, Point]:

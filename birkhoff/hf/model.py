@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 from birkhoff.dtype_names import dtype_name
 from birkhoff.hf.families import Family, Point, points_of
 from birkhoff.hooks.schema import HookSchema, ordinary_schema
-from birkhoff.hooks.sites import BY_NAME, FINAL_HIDDEN, MOE_TOPK, Site
+from birkhoff.hooks.sites import BY_NAME, FINAL_HIDDEN, MHC_STREAMS_FINAL, MOE_TOPK, Site
 from birkhoff.hooks.tap import NoTap, Tap
+
+_ROW_AXES = {"md": 2, "mm": 2}  # dimensions of a row, by shape; others have one
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ class HfModel:
         for layer, module in enumerate(self.layers):
             for name, point in self.points.items():
                 self._hook(module.get_submodule(point.module), BY_NAME[name], layer, point)
-        self._hook(self._norm, FINAL_HIDDEN, len(self.layers) - 1, Point("", "input"))
+        at_end = {FINAL_HIDDEN: self._norm}
+        if family.stream_merge:
+            at_end[MHC_STREAMS_FINAL] = network.get_submodule(family.stream_merge)
+        for site, module in at_end.items():
+            self._hook(module, site, len(self.layers) - 1, Point("", "input"))
+        self._sites = [*self.points, *(site.name for site in at_end)]
 
     @property
     def device(self) -> torch.device:
@@ -63,11 +70,20 @@ class HfModel:
 
     @property
     def schema(self) -> dict[str, HookSchema]:
-        sizes: dict[str, tuple[int, ...]] = {"d": (self.config.hidden_size,), "z": (self._attention_width(),)}
+        raw, hidden = self.config.raw, self.config.hidden_size
+        sizes: dict[str, tuple[int, ...]] = {"d": (hidden,)}
+        if "attn_z" in self.points:
+            sizes["z"] = (self._attention_width(),)
         if "moe_topk" in self.points:
-            gate = self.layers[0].get_submodule("mlp.gate")
-            sizes |= {"E": (int(gate.num_experts),), "k2": (int(gate.top_k), 2)}  # type: ignore[arg-type]
-        return ordinary_schema([*self.points, FINAL_HIDDEN.name], dtype_name(self.dtype), sizes)
+            names = ("num_experts", "num_local_experts", "n_routed_experts")
+            experts = next(int(raw[name]) for name in names if raw.get(name))
+            sizes |= {"E": (experts,), "k2": (int(raw["num_experts_per_tok"]), 2)}
+        if "hc_mult" in raw:
+            streams = int(raw["hc_mult"])
+            sizes |= {"m": (streams,), "md": (streams, hidden), "mm": (streams, streams)}
+        schema = ordinary_schema(self._sites, dtype_name(self.dtype), sizes)
+        fixed = {hook: replace(schema[hook], steerable=False) for hook in self.family.capture_only}
+        return schema | fixed
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -170,9 +186,14 @@ class _SiteHook:
         return None if tap is None else tap.at(self._layer)
 
     def pass_through(self, tap: Tap, x: torch.Tensor) -> torch.Tensor:
-        flat = x.flatten(0, 1) if x.dim() > 2 else x
+        flat = self.flat(x)
         new = tap(self._site, flat)
         return x if new is flat else new.view(x.shape)
+
+    def flat(self, x: torch.Tensor, axes: int | None = None) -> torch.Tensor:
+        """One row per token; a row of the site has `axes` dimensions."""
+        axes = _ROW_AXES.get(self._site.shape, 1) if axes is None else axes
+        return x.flatten(0, -axes - 1) if x.dim() > axes + 1 else x
 
 
 class _InputHook(_SiteHook):
@@ -208,11 +229,11 @@ class _OutputHook(_SiteHook):
         if tap is None:
             return None
         if self._site is MOE_TOPK:
-            tap.see(self._site, output[self._part], output[1])
+            tap.see(self._site, self.flat(output[self._part], 1), self.flat(output[1], 1))
             return None
         old = output[self._part] if isinstance(output, tuple) else output
         if not self._site.edit:
-            tap.see(self._site, old.float())
+            tap.see(self._site, self.flat(old).float())
             return None
         new = self.pass_through(tap, old)
         if new is old:

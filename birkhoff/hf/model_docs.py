@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from birkhoff.hf.families import FAMILIES, Family, Point, points_of
+from birkhoff.hf.families import FAMILIES, ORACLE, Family, Point, points_of
 from birkhoff.hooks.sites import BY_NAME
 
 
@@ -70,13 +70,18 @@ every site. Add a small config to `tests/hf/models.py` and the names of its part
 def _table() -> str:
     proof = "`tests/model/test_against_transformers.py`"
     ours = f"| DeepSeek-V4 | `deepseek_v4` | birkhoff | all of [hooks](sites.md) | all | {proof} |"
+    oracle = (
+        "| DeepSeek-V4, as an oracle | `deepseek_v4` | transformers (by name) | "
+        f"{', '.join(f'`{name}`' for name in ORACLE.points)}, `final_hidden` | editable sites but streams | "
+        "`tests/hf/test_oracle.py` |"
+    )
     lines = ["| family | `model_type` | backend | sites | edits | proof |", "|" + " --- |" * 6, ours]
     lines += [
         f"| {family.title} | `{family.model_type}` | transformers | {_sites(family)} | all editable sites | "
         "`tests/hf/test_families.py` |"
         for family in FAMILIES
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, oracle])
 
 
 def _sites(family: Family) -> str:

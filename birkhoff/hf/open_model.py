@@ -36,9 +36,8 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
     transformers = _library()
     local = {"local_files_only": True, "trust_remote_code": False}
     # Soft-capping of attention scores is only in the plain implementation.
-    attention = (
-        "sdpa" if raw.get("attn_logit_softcapping") is None and family.model_type != "gemma2" else "eager"
-    )
+    soft_capped = raw.get("attn_logit_softcapping") is not None or family.model_type == "gemma2"
+    attention = "eager" if soft_capped or not family.cached else "sdpa"
     try:
         network = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **local
@@ -73,6 +72,8 @@ def context_for(model: HfModel, requested: int | None, requests: int, cache_byte
 def token_bytes(model: HfModel) -> int:
     """Bytes of keys and values of one token in all layers."""
     raw = model.config.raw
+    if not model.family.cached:
+        return 1
     heads = raw.get("num_key_value_heads") or raw.get("num_attention_heads") or raw["n_head"]
     width = raw.get("head_dim") or model.config.hidden_size // (
         raw.get("num_attention_heads") or raw["n_head"]

@@ -7,6 +7,7 @@ scheduler admits and ends them at every step."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -46,7 +47,8 @@ class HfRunner:
         for chunk in sorted(chunks, key=_length):
             longest = _length(chunk)
             padded = longest * (len(group) + 1)
-            if group and (self.batch_invariant or padded > MAX_PADDING * (tokens + longest)):
+            alone = self.batch_invariant or not self.model.family.cached
+            if group and (alone or padded > MAX_PADDING * (tokens + longest)):
                 yield group
                 group, tokens = [], 0
             group.append(chunk)
@@ -54,6 +56,8 @@ class HfRunner:
         yield group
 
     def _forward(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
+        if not self.model.family.cached:
+            chunks = [replace(chunk, start=0) for chunk in chunks]  # the rows before are computed again
         width = max(map(_length, chunks))
         ids = torch.zeros(len(chunks), width, dtype=torch.long)
         positions = torch.zeros(len(chunks), width, dtype=torch.long)
@@ -94,6 +98,8 @@ class HfRunner:
         column: torch.Tensor,
     ) -> torch.Tensor:
         device = self.model.device
+        if not self.model.family.cached:
+            return self.model.run(ids.to(device), tap=self.hooks.tap)
         slots: list[int] = [chunk.request.slot for chunk in chunks]  # type: ignore[misc]
         length = max(chunk.stop for chunk in chunks)
         step = CacheStep(

@@ -27,6 +27,7 @@ from birkhoff.errors import (
     LogitsError,
     RequestError,
     TextUnavailable,
+    UnsupportedModel,
 )
 
 TYPES = {
@@ -118,7 +119,7 @@ def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
         return bad_request(message, "messages", "context_length_exceeded")
     if isinstance(error, RequestError):
         return bad_request(message, getattr(error, "path", "") or _leading_field(message), error.code)
-    if isinstance(error, (CapacityError, TextUnavailable)):
+    if isinstance(error, (CapacityError, TextUnavailable, UnsupportedModel)):
         return bad_request(message, None, error.code)
     if isinstance(error, LogitsError):
         return ApiError(400 if steered else 500, message, code=error.code)

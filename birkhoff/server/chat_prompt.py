@@ -38,6 +38,11 @@ def encode_chat(
 
     `messages` are in OpenAI's form, see `normalize_messages`. A forced tool call takes precedence over
     `response_format`; with `refuse_both` the combination is refused."""
+    if tools and not context.engine.chat_abilities["tools"]:
+        raise bad_request(
+            "tools: calls in the format of this model are not parsed. Leave tools out, or describe them in a message.",
+            "tools",
+        )
     tools, mask = resolve_tool_choice(context.grammars, tools, tool_choice, thinking, single_call)
     if mask is None or refuse_both:
         format_mask = context.grammars.from_response_format(response_format, thinking)

@@ -68,13 +68,14 @@ class ServingContext:
     @property
     def thinks_by_default(self) -> bool:
         """Whether chats begin with reasoning unless the call says otherwise. nano was not trained to reason."""
-        return self.engine.name != "nano"
+        return self.engine.name != "nano" and self.engine.chat_abilities["reasoning"]
 
     @cached_property
     def fingerprint(self) -> str:
         """`system_fingerprint`: the engine settings that affect numerics. Constant for the life of the engine."""
         settings = self.engine.settings
-        return "birkhoff-" + "-".join(str(settings[key]) for key in ("dtype", "numerics", "kernels"))
+        keys = ("dtype", "numerics", "kernels", "backend", "attention")
+        return "birkhoff-" + "-".join(str(settings[key]) for key in keys if key in settings)
 
     def check_model(self, requested: str | None) -> str:
         """Return the name a call uses for the served model; raise 404 if the call names another model."""

@@ -121,7 +121,7 @@ class ServiceRoutes:
                 "limits": {name: getattr(settings, name) for name in LIMITS},
                 "captures": {"memory": True, "filesystem": bool(settings.capture_root)},
                 "steering_key": bool(settings.steering_api_key),
-                "chat": {"tools": True, "reasoning": True, "system": True},
+                "chat": {**engine.chat_abilities, "system": True},
             }
         )
 

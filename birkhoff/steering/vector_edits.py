@@ -144,6 +144,11 @@ class VectorEdit:
                     "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
                     "yet. Use a later layer, or name the streams."
                 )
+            if edit.path != "both" and "mhc_streams_final" not in schema:
+                raise SteeringError(
+                    f"path is {quoted(edit.path)}, but edits of this model act on what is read and on what is carried. "
+                    "Leave path out."
+                )
             path = edit.path if hook.startswith("mhc_streams") else "both"
             if hook == "mhc_streams_final" and path == "carry":
                 path = "both"  # everything after it reads the carried streams

@@ -14,6 +14,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatFormat(Protocol):
+    """`tools`: whether calls of tools are encoded and parsed; `reasons`: whether an answer may begin with reasoning."""
+
+    @property
+    def tools(self) -> bool: ...
+
+    @property
+    def reasons(self) -> bool: ...
+
     def encode(
         self,
         messages: Messages,
@@ -33,6 +41,9 @@ class ChatFormat(Protocol):
 
 class V4Chat:
     """The chat format of DeepSeek-V4. A conversation that must have more than `max_tokens` is refused early."""
+
+    tools = True
+    reasons = True
 
     def __init__(self, tokenizer: Tokenizer, texts: PromptTexts, max_tokens: int | None = None):
         self._tokenizer = tokenizer

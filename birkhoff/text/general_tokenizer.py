@@ -43,6 +43,12 @@ class GeneralTokenizer(Tokenizer):
         byte_level = _has_byte_level(raw.get("decoder")) or _has_byte_level(raw.get("pre_tokenizer"))
         added = {entry["content"] for entry in raw.get("added_tokens", ())}
         self._pieces = _pieces(encoder.get_vocab(), added, byte_level, vocab_size)
+        self._longest_piece = max(map(len, self._pieces))
+        self._joins_unknown = not byte_level and not raw.get("model", {}).get("byte_fallback")
+
+    def least_tokens(self, characters: int) -> int:
+        """The fewest tokens of a text. One token may stand for any number of unknown characters in some files."""
+        return 1 if self._joins_unknown else super().least_tokens(characters)
 
 
 def _pieces(vocab: dict[str, int], added: set[str], byte_level: bool, vocab_size: int | None) -> list[bytes]:

@@ -99,7 +99,8 @@ export function contrastPage(store) {
       hook,
       names.map((n) => h("option", { value: n }, n)),
     );
-    hook.value = names.includes("mhc_streams_pre_attn") ? "mhc_streams_pre_attn" : (names[0] ?? "");
+    const best = ["mhc_streams_pre_attn", "post_mlp"].find((name) => names.includes(name));
+    hook.value = best ?? names[0] ?? "";
   });
   draw();
   return h(

@@ -32,7 +32,8 @@ export function layersOf(text) {
   return ranges.length ? { ...(layers.length ? { layers } : {}), ranges } : layers;
 }
 
-export function interventions(edits) {
+/** `one`: the model has one residual stream. */
+export function interventions(edits, one = false) {
   return edits
     .filter((edit) => edit.on && edit.name)
     .map((edit) => {
@@ -46,7 +47,8 @@ export function interventions(edits) {
         };
       const out = { op: "add", vector: `@${edit.name}`, scale: edit.strength, path: edit.path };
       if (edit.hook) out.at = { hook: edit.hook, layers: layersOf(edit.layers) };
-      if (edit.streams !== "own") out.streams = edit.streams === "all" ? "all" : [...edit.streams];
+      if (edit.streams !== "own" && !one && (!edit.hook || edit.hook.startsWith("mhc_streams")))
+        out.streams = edit.streams === "all" ? "all" : [...edit.streams];
       if (edit.phase !== "both") out.phase = edit.phase;
       return out;
     });

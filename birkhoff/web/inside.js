@@ -4,7 +4,7 @@ import { nice } from "./chart.js";
 import { amount, rampLegend, signed } from "./colour.js";
 import { empty, fault, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
-import { tokenIds, pinnedToken, pythonTrace } from "./pinned.js";
+import { ordinary, tokenIds, pinnedToken, pythonTrace } from "./pinned.js";
 import { picture, SCALARS } from "./scalars.js";
 import { tokensOf } from "./store.js";
 
@@ -59,7 +59,7 @@ export function heatmapPanel(store) {
       name: "heatmap",
       tools: exportButtons(
         () => data(store.state),
-        () => pythonTrace(store.state, "mhc_streams_pre_attn"),
+        () => pythonTrace(store.state, ordinary(store.state) ? "pre_attn" : "mhc_streams_pre_attn"),
       ),
     },
     h(
@@ -80,9 +80,15 @@ export function heatmapPanel(store) {
   vector.addEventListener("change", () => store.set({ vector: vector.value }));
   view.addEventListener("change", () => store.set({ lensView: view.value }));
   const draw = (state) => {
+    const one = ordinary(state);
+    for (const option of scalar.options) option.disabled = one && option.value !== "lens";
+    if (one && (state.scalar !== "lens" || state.lensView !== "head")) {
+      store.set({ scalar: "lens", lensView: "head" });
+      return;
+    }
     scalar.value = state.scalar;
     const kind = SCALARS[state.scalar],
-      m = state.props?.num_streams ?? 4;
+      m = one ? 0 : (state.props?.num_streams ?? 4);
     if (streams.childElementCount !== m + 1)
       fill(
         streams,
@@ -108,14 +114,15 @@ export function heatmapPanel(store) {
         names.map((name) => h("option", { value: name }, name)),
       );
     vector.value = state.vector ?? names[0] ?? "";
-    if (view.options.length !== m + 2)
+    const views = one ? ["head"] : ["head", "mean", ...Array(m).keys()];
+    if (view.options.length !== views.length)
       fill(
         view,
-        ["head", "mean", ...Array(m).keys()].map((v) =>
+        views.map((v) =>
           h(
             "option",
             { value: v },
-            typeof v === "number" ? `stream ${v}` : v === "head" ? "head mix" : "mean of streams",
+            typeof v === "number" ? `stream ${v}` : v === "mean" ? "mean of streams" : one ? "residual" : "head mix",
           ),
         ),
       );

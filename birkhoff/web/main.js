@@ -150,7 +150,8 @@ async function connect() {
     await refreshProps(store);
     const { props } = store.state;
     const width = props.hidden ? ` of ${props.hidden}` : "";
-    model.textContent = `${props.model} · ${props.num_layers} layers · ${props.num_streams} streams${width}`;
+    const streams = props.num_streams ? `${props.num_streams} streams` : "one residual stream";
+    model.textContent = `${props.model} · ${props.num_layers} layers · ${streams}${width}`;
     showBanner();
     await Promise.allSettled([loadVectors(store), loadSaes(store)]);
     if (linkError) {

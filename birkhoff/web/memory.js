@@ -1,7 +1,7 @@
 // Attention of the pinned token over the text, and the experts it was routed to.
 import { amount, canvasOf, css, ink, isDark } from "./colour.js";
 import { empty, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
-import { askAboutPin, tokenIds, pinnedFrame, pythonScript } from "./pinned.js";
+import { askAboutPin, notHere, tokenIds, pinnedFrame, pythonScript } from "./pinned.js";
 import { tokensOf } from "./store.js";
 
 const ROW = 20,
@@ -113,6 +113,7 @@ export function memoryPanel(store) {
   const question = {
     path: "/v1/interp/attention",
     hint: "Pin a token to see its attention.",
+    v4: "Attention over compressed blocks",
     delay: 90,
   };
   const current = askAboutPin(store, body, question, draw);
@@ -141,7 +142,8 @@ export function expertPanel(store) {
   const draw = (state) => {
     const frame = pinnedFrame(state);
     if (!frame?.experts) {
-      fill(body, empty("Pin a token to see its experts."));
+      const hint = "Pin a token to see its experts.";
+      fill(body, empty(notHere(state, "Experts of every token") ?? hint));
       return;
     }
     const count = state.props?.num_experts ?? Math.max(...frame.experts.flat().map(([id]) => id)) + 1,

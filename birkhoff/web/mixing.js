@@ -1,7 +1,7 @@
 // The mixers of every sublayer for one token, and their product between two sublayers.
 import { amount, canvasOf, css, ink, shadedCell, streamColour } from "./colour.js";
 import { empty, fill, h, hideTip, panel, rowHead, showTip, exportButtons, table } from "./dom.js";
-import { pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
+import { notHere, pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
 
 const CELL = 14,
   GAP = 5,
@@ -27,7 +27,8 @@ export function filmStrip(store) {
   const draw = () => {
     const frame = pinnedFrame(store.state);
     if (!frame?.res_mix) {
-      fill(body, empty("Pin a token: click one in the response or in the heat map."));
+      const hint = "Pin a token: click one in the response or in the heat map.";
+      fill(body, empty(notHere(store.state, "Mixing of streams") ?? hint));
       return;
     }
     const count = frame.res_mix.length,
@@ -90,7 +91,7 @@ export function filmStrip(store) {
       ),
     );
   };
-  store.on(["run", "pin", "theme"], draw);
+  store.on(["run", "pin", "theme", "props"], draw);
   new ResizeObserver(draw).observe(node);
   return node;
 }
@@ -168,7 +169,8 @@ export function lineagePanel(store) {
   const draw = () => {
     const frame = pinnedFrame(store.state);
     if (!frame?.res_mix) {
-      fill(body, empty("Pin a token to see the mixing of its streams."));
+      const hint = "Pin a token to see the mixing of its streams.";
+      fill(body, empty(notHere(store.state, "Lineage of streams") ?? hint));
       return;
     }
     const count = frame.res_mix.length;
@@ -197,7 +199,7 @@ export function lineagePanel(store) {
   };
   from.addEventListener("change", draw);
   to.addEventListener("change", draw);
-  store.on(["run", "pin", "theme"], draw);
+  store.on(["run", "pin", "theme", "props"], draw);
   return node;
 }
 

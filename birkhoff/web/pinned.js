@@ -15,17 +15,28 @@ export function pinnedToken(state) {
   return state.pin ? (tokensOf(state.run, state.pin.twin)[state.pin.position] ?? null) : null;
 }
 
+/** Whether the model is an ordinary one, with one residual stream. */
+export const ordinary = (state) => Boolean(state.props) && !state.props.num_streams;
+
+/** Why a view of parts that only DeepSeek-V4 has stays empty; null where it makes sense. */
+export const notHere = (state, what) =>
+  ordinary(state) ? `${what}: this model has one residual stream and no such parts.` : null;
+
 /**
  * Asks the server about the pinned token whenever the pin or the text changes, and calls `draw(answer)`. Returns a
  * function that gives the last answer, or null.
  */
-export function askAboutPin(store, body, { path, fields = {}, hint, delay }, draw) {
+export function askAboutPin(store, body, { path, fields = {}, hint, delay, v4 }, draw) {
   let answer = null,
     requestKey = "",
     timer = 0,
     stop = null;
   const load = async () => {
     const state = store.state;
+    if (v4 && ordinary(state)) {
+      fill(body, empty(notHere(state, v4)));
+      return;
+    }
     if (!pinnedToken(state)) {
       answer = null;
       requestKey = "";
@@ -48,7 +59,7 @@ export function askAboutPin(store, body, { path, fields = {}, hint, delay }, dra
       }
     }
   };
-  store.on(["pin", "run"], (state) => {
+  store.on(["pin", "run", "props"], (state) => {
     clearTimeout(timer);
     if (state.run.status !== "running") timer = setTimeout(load, delay);
   });

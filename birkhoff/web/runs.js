@@ -1,4 +1,5 @@
 // Runs the model: one streamed request at a time, with all signals the panels need.
+import { ordinary } from "./pinned.js";
 import { call, post, stream } from "./api.js";
 import { interventions } from "./edits.js";
 import { newRun } from "./store.js";
@@ -35,7 +36,7 @@ export async function startRun(store, options) {
       text: tokenized.token_strs[position],
       prompt: true,
     }));
-    const steered = options.steered ? interventions(store.state.edits) : [];
+    const steered = options.steered ? interventions(store.state.edits, ordinary(store.state)) : [];
     if (options.baseline) run.twin = { tokens: [], reasoning: "" };
     if (keep) store.set({ run, pin: store.state.pin, asked: {} });
     const settings = store.state.settings,
@@ -47,7 +48,7 @@ export async function startRun(store, options) {
       temperature: settings.temperature,
       max_tokens: settings.maxTokens,
       return_token_ids: true,
-      signals,
+      ...(ordinary(store.state) ? {} : { signals }),
       ...(steered.length ? { interventions: steered } : {}),
       ...(options.baseline ? { baseline: true } : {}),
     };

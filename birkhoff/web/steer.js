@@ -6,6 +6,7 @@ import { empty, fault, fill, h, panel, exportButtons, visible } from "./dom.js";
 import { grammar, interventions, layersOf, newEdit } from "./edits.js";
 import { chatPython } from "./chat.js";
 import { stochasticError } from "./mixing.js";
+import { ordinary } from "./pinned.js";
 import { divergence, firstDifference, repetition, startRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
@@ -58,7 +59,7 @@ export function steerPage(store) {
   };
 
   function card(edit, state) {
-    const m = state.props?.num_streams ?? 4,
+    const m = ordinary(state) ? 0 : (state.props?.num_streams ?? 4),
       most = edit.most ?? 8;
     const shown = h("output", { class: "mono" }, signed(edit.strength));
     const slider = h("input", {
@@ -87,7 +88,7 @@ export function steerPage(store) {
     const hooks = Object.entries(state.props?.sites ?? {})
       .filter(([, site]) => site.steerable)
       .map(([name]) => name);
-    const single = edit.hook && !edit.hook.startsWith("mhc_streams");
+    const single = ordinary(state) || (edit.hook && !edit.hook.startsWith("mhc_streams"));
     return h(
       "div",
       { class: edit.on ? "edit" : "edit off" },
@@ -513,7 +514,7 @@ async function sweep(store, messages) {
     await Promise.all(
       [0, 1].map(async (lane) => {
         for (let i = lane; i < 9; i += 2) {
-          const steered = interventions([{ ...first, strength: strengths[i] }, ...rest]);
+          const steered = interventions([{ ...first, strength: strengths[i] }, ...rest], ordinary(store.state));
           const answer = await post("/v1/chat/completions", {
             messages,
             seed,

@@ -155,6 +155,8 @@ def test_analyses_work_or_say_what_they_need(engine):
         engine.generate("the", signals=["res_mix"], max_tokens=1)
     with pytest.raises(BirkhoffError, match="stream"):
         engine.generate("the", steer=[Add(torch.ones(D), "pre_attn", [0], streams=[0])], max_tokens=1)
+    with pytest.raises(BirkhoffError, match="path is 'read', but edits of this model"):
+        engine.generate("the", steer=[Add(torch.ones(D), "pre_attn", [0], path="read")], max_tokens=1)
     (batch,) = engine.stream_acts(["the fox", "a dog"], Capture({"post_mlp": [1]}, "all"), batch_rows=64)
     assert len(batch) == sum(len(engine.prompt_ids(text)) for text in ("the fox", "a dog"))
 

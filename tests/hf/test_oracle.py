@@ -1,0 +1,63 @@
+"""DeepSeek-V4 through Transformers equals our own model: sites, edits and tokens, each backend checking the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff import Add, Capture
+from birkhoff.errors import BirkhoffError
+from birkhoff.hooks.tap import EagerTap
+from tests.models import TINY, random_model
+from tests.oracle import build_oracle
+
+IDS = torch.randint(3, TINY.vocab_size, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    ours = random_model(seed=5)
+    folder = tmp_path_factory.mktemp("v4")
+    build_oracle(ours).save_pretrained(folder)
+    with birkhoff.load(folder, backend="transformers", device="cpu", cache_bytes=1 << 24) as engine:
+        yield ours, engine
+
+
+def test_sites_and_edits_equal_our_own_model(pair):
+    ours, engine = pair
+    vector = torch.linspace(-1, 1, TINY.hidden_size)
+    for edited in (False, True):
+        seen = {}
+
+        def see(site, layer, x, seen=seen):
+            seen[site.name, layer] = x.detach().clone()
+
+        def edit(site, layer, x, edited=edited):
+            return x + vector if edited and (site.name, layer) in (("mlp_out", 1), ("pre_attn", 2)) else None
+
+        with torch.no_grad():
+            logits = ours(torch.tensor(IDS), EagerTap(see, edit))
+        steer = [Add(vector, "mlp_out", [1]), Add(vector, "pre_attn", [2])] if edited else None
+        trace = engine.trace(IDS, steer=steer)
+        assert trace.sites <= seen.keys() and engine.num_streams == TINY.hc_mult
+        for key in trace.sites:
+            if key[0] != "moe_topk":  # the order of chosen experts is free
+                torch.testing.assert_close(trace[key], seen[key], rtol=2e-4, atol=2e-4, msg=str(key))
+        torch.testing.assert_close(trace.logits, logits, rtol=2e-4, atol=2e-4)
+
+
+def test_generation_recomputes_the_text_and_captures_every_row_once(pair):
+    ours, engine = pair
+    output = engine.generate(
+        IDS[:9], capture=Capture({"post_attn": [1]}, "all"), max_tokens=3, temperature=0, ignore_eos=True
+    )
+    text = IDS[:9]
+    for _ in range(3):
+        with torch.no_grad():
+            text = [*text, int(ours(torch.tensor(text))[-1].argmax())]
+    assert output.token_ids == text[9:] and list(output.acts["post_attn", 1].positions) == list(range(11))
+    with pytest.raises(BirkhoffError, match="mhc_streams_pre_attn"):
+        engine.generate(
+            IDS[:3], steer=[Add(torch.ones(TINY.hidden_size), "mhc_streams_pre_attn", [0])], max_tokens=1
+        )

@@ -1,0 +1,44 @@
+"""The page on an ordinary model: chat, heat map and lens work, views of V4's parts say why they are empty."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hf.models import make
+from tests.hf.test_loading import TEMPLATE, byte_level, own
+from tests.page.conftest import Server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ordinary")
+    tokenizer = own(byte_level(), TEMPLATE)
+    make("llama", folder / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder / "model")
+    started = Server(folder, "--model", str(folder / "model"), "--backend", "transformers").start()
+    yield started
+    started.stop()
+
+
+def test_views_that_make_sense_work_and_the_others_say_why_not(open_tab):
+    tab = open_tab()
+    page = tab.page
+    page.wait_for_selector("#model:has-text('3 layers · one residual stream of 32')")
+    page.fill("input[type=number][max='4096']", "6")
+    page.keyboard.press("Tab")
+    tab.ask("the quick brown fox")
+    page.locator('[data-strip="answer"] .tok').first.click()
+    page.wait_for_selector('[data-panel="heatmap"] canvas')  # surprisal under the logit lens
+    page.wait_for_selector('[data-panel="lens"] table')
+    assert page.locator('[data-panel="lens"] thead th').all_inner_texts() == ["depth", "head"]
+    for panel in ("film", "lineage", "experts", "memory"):
+        page.wait_for_selector(f'[data-panel="{panel}"] :text("one residual stream")')
+    enabled = page.locator('select[aria-label="heat map value"] option:not([disabled])').all_inner_texts()
+    assert enabled == ["surprisal under the logit lens"]
+    for look in ("features", "contrast", "requests", "captures"):
+        page.click(f"#tab-{look}")
+        page.wait_for_timeout(100)
+    assert page.locator('select[aria-label="site"]').input_value() == "post_mlp"
+    page.click("#tab-steer")
+    page.wait_for_timeout(200)
+    assert not tab.faults

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.errors import SteeringError, SteeringSyntax
+from birkhoff.option_checks import FLOAT32_MAX
 from birkhoff.steering.edit_syntax import parse_line, print_line
 from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
 
@@ -60,7 +61,7 @@ def test_lines_and_their_canonical_form(line, edits, canonical):
     assert print_line(edits) == canonical and parse_line(canonical) == edits
 
 
-numbers = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.floats(-FLOAT32_MAX, FLOAT32_MAX)
 targets = st.fixed_dictionaries(
     {
         "hook": st.sampled_from(HOOKS),

@@ -3,8 +3,8 @@
 MXFP4 holds the same FP4 codes and E8M0 scales as the release in a different order: 17 bytes per 32 values, first the
 scale, then byte j with element j in the low nibble and element j + 16 in the high nibble; the release stores elements
 2k and 2k + 1 in byte k. Only nibbles move, so both directions are lossless. Q8_0 is 34 bytes per 32 values, a float16
-step and 32 signed bytes, rounded as ggml does (half away from zero). All other types are decoded by the `gguf`
-package.
+step and 32 signed bytes, rounded as ggml does (half away from zero). Rows are decoded by `kernels.packed`, types that
+it does not know by the `gguf` package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from birkhoff.errors import CheckpointError, TensorDtype
-from birkhoff.kernels import quant
+from birkhoff.kernels.packed import TYPES, dequantise
 
 GROUP = 32
 MXFP4_BYTES = 17
@@ -78,18 +78,13 @@ def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
 
 def unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """Dequantise blocks [rows, in/32 * 34] to float32 [rows, in]."""
-    raw = np.ascontiguousarray(blocks.numpy()).reshape(-1, Q8_0_BYTES)
-    step = np.ascontiguousarray(raw[:, :2]).view(np.float16).astype(np.float32)
-    values = raw[:, 2:].view(np.int8).astype(np.float32) * step
-    return torch.from_numpy(values.reshape(blocks.shape[0], -1))
+    return dequantise(TYPES["Q8_0"], blocks)
 
 
 def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """Decode raw rows [rows, row bytes] of any block type to float32 [rows, in]."""
-    if kind == "Q8_0":
-        return unpack_q8_0(blocks)
-    if kind == "MXFP4":
-        return quant.dequant_fp4(*unpack_mxfp4(blocks))
+    if kind in TYPES:
+        return dequantise(TYPES[kind], blocks)
     try:
         import gguf
         from gguf import quants

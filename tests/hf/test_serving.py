@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import openai
@@ -93,6 +94,9 @@ def test_a_steered_and_captured_request(served, theirs):
 
     tokens, seen = reference.generate(ids, 3, edit)
     assert answer["choices"][0]["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+    until = time.monotonic() + 60
+    while not list((served.root / "t" / "http").glob("*.json")) and time.monotonic() < until:
+        time.sleep(0.05)  # the answer may come before its rows are on disk
     entries = read_request(served.root / "t" / "http")
     assert set(entries) == {("post_mlp", layer) for layer in range(LAYERS)}
     for (hook, layer), entry in entries.items():

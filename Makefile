@@ -8,7 +8,7 @@ RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-page check bench fuzz clean
+.PHONY: help demo serve test test-all test-page check bench fuzz audit release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo "make test-all  run the test suite at full size"
 	@echo "make test-page run the web page tests in Chromium"
 	@echo "make fuzz      attack bodies, connections and files for SECONDS (60)"
+	@echo "make audit     list dependencies with known advisories"
+	@echo "make release   build the wheel and write its bill of materials to dist/"
 	@echo "make check     run the linter, the formatter's check and mypy"
 	@echo "make bench     measure speed on this machine beside transformers"
 	@echo "make serve     start the HTTP server with the embedded model"
@@ -58,6 +60,13 @@ SECONDS ?= 60
 SEED ?= $(shell date +%s)
 fuzz: $(TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+
+audit: $(RUNS)
+	@$(BIN)/python -m tests.supply_chain audit
+
+release: $(RUNS)
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tests.supply_chain sbom dist/sbom.cdx.json
 
 check: $(TESTS)
 	$(BIN)/ruff check birkhoff tests training examples

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
-import json
 import re
 import shutil
 import threading
@@ -23,6 +22,7 @@ from typing import Any, cast
 
 from birkhoff.byte_size import format_bytes
 from birkhoff.errors import CapacityError, HubError, OptionError, quoted
+from birkhoff.small_file import INDEX_BYTES, read_json
 
 INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -113,7 +113,7 @@ def cache_folder() -> Path:
 def missing_shards(folder: Path) -> list[str]:
     """The shards that the safetensors index of a folder names and the folder lacks."""
     try:
-        shards = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        shards = set(read_json(folder / INDEX, INDEX_BYTES)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # no index, or one that the loader refuses with a better message
     return sorted(str(name) for name in shards if not (folder / str(name)).is_file())
@@ -293,8 +293,8 @@ def _model_files(repo: RemoteRepo) -> list[str]:
     weights = {file for file in repo.files if file.endswith(".safetensors") and "/" not in file}
     if INDEX in repo.files:
         try:
-            named = set(json.loads(repo.fetch(INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            named = set(read_json(repo.fetch(INDEX), INDEX_BYTES)["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise HubError(f"{INDEX} of {repo.where} names no shards. Choose files with --include.") from None
         absent = sorted(named - weights)
         if absent:

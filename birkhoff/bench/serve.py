@@ -28,6 +28,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from birkhoff.bench.hostile import HostileTraffic
 from birkhoff.bench.load_generator import LoadResult, run_load
 from birkhoff.bench.report import Progress, facts, significant, summary
 
@@ -60,12 +61,13 @@ class ServeSetting:
     tokens: int = 128
     threads: int = 1
     cache_bytes: int = 0  # 0: the default of the model
+    hostile: bool = False  # a soak of hostile bodies at the end
 
 
 def bench_serve(
     model: str, setting: ServeSetting, progress: Progress | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One row for the engine, one for the streams, one for the overload."""
+    """One row for the engine, one for the streams, one for the overload, and with `hostile` one for that."""
     common = {
         **facts(),
         "bench": "serve",
@@ -130,6 +132,8 @@ def bench_serve(
             "everything_ended": idle,
         }
         yield {**common, "kind": "overload", **_overload(server, setting)}
+        if setting.hostile:
+            yield {**common, "kind": "hostile", **_hostile(server, setting)}
 
 
 def _engine_alone(model: str, setting: ServeSetting, environment: dict[str, str]) -> tuple[float, float]:
@@ -264,6 +268,32 @@ def _streams(
 ) -> LoadResult:
     """Every client repeats requests until the time is up and finishes its last answer."""
     return run_load(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
+
+
+def _hostile(server: _ServerProcess, setting: ServeSetting) -> dict[str, Any]:
+    """Hostile bodies beside one honest client for as long as the streams ran, and the memory before and after."""
+    before = server.resident_bytes()
+    memory = [(0.0, before)]
+    began = time.monotonic()
+    with HostileTraffic(server.address) as traffic:
+        honest = run_load(
+            server.address,
+            _bodies(setting, began + setting.seconds),
+            1,
+            lambda: memory.append((time.monotonic() - began, server.resident_bytes())),
+        )
+    idle = server.idle()
+    memory.append((time.monotonic() - began, server.resident_bytes()))
+    return {
+        "requests": traffic.statuses.total(),
+        "statuses": {str(status): count for status, count in sorted(traffic.statuses.items())},
+        "slowest_refusal_ms": significant(traffic.slowest_refusal * 1e3),
+        "honest_answers": honest.ended,
+        "honest_failed": honest.failed,
+        "honest_first_token_ms": _spread(honest.first),
+        "resident_bytes": _memory_course(memory),
+        "everything_ended": idle,
+    }
 
 
 def _overload(server: _ServerProcess, setting: ServeSetting) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from birkhoff.byte_size import format_bytes
 from birkhoff.cli.parsers import parse_token_count
 from birkhoff.cli.terminal import progress_bar
 from birkhoff.errors import OptionError
@@ -302,14 +303,20 @@ def serve(
     cache_bytes: Annotated[
         int, typer.Option(help="Cache size in bytes; a small one causes preemption. 0: the default.")
     ] = 0,
+    hostile: Annotated[
+        bool,
+        typer.Option("--hostile", help="Then send hostile bodies for as long, beside one honest client."),
+    ] = False,
     json: JsonLines = False,
 ) -> None:
     """A server under load and under overload, compared with the engine alone; fails if a request did not end."""
     from birkhoff.bench.serve import ServeSetting, bench_serve
 
     with progress_bar("measuring", "seconds") as advance:
-        rows = list(bench_serve(model, ServeSetting(seconds, streams, tokens, threads, cache_bytes), advance))
-    _, load, overload = rows
+        rows = list(
+            bench_serve(model, ServeSetting(seconds, streams, tokens, threads, cache_bytes, hostile), advance)
+        )
+    load, overload = rows[1:3]
     if _prints_lines(json):
         _print_lines(rows)
     else:
@@ -321,7 +328,20 @@ def serve(
             f"between tokens p50 {between['p50']:g} ms, p95 {between['p95']:g}\n"
             f"{overload['callers']} callers at once: {overload['statuses']}, recovered: {overload['recovered']}"
         )
-    if load["failed"] or not load["everything_ended"] or overload["failed"] or not overload["recovered"]:
+        for row in rows[3:]:
+            resident = row["resident_bytes"]
+            typer.echo(
+                f"{row['requests']} hostile requests: {row['statuses']}, slowest refusal {row['slowest_refusal_ms']:g} "
+                f"ms; resident {format_bytes(resident['before'])} before, {format_bytes(resident['after'])} after"
+            )
+    broken = any(int(status) >= 500 or row["honest_failed"] for row in rows[3:] for status in row["statuses"])
+    if (
+        broken
+        or load["failed"]
+        or not load["everything_ended"]
+        or overload["failed"]
+        or not overload["recovered"]
+    ):
         raise typer.Exit(1)
 
 

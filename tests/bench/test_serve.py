@@ -16,10 +16,13 @@ from birkhoff.convert.synth import synth
 
 def test_a_short_run_completes_all_requests(tmp_path):
     synth(tmp_path / "tiny", "tiny")
-    engine, streams, overload = bench_serve(
-        str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12)
+    engine, streams, overload, hostile = bench_serve(
+        str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12, hostile=True)
     )
-    json.dumps([engine, streams, overload])
+    json.dumps([engine, streams, overload, hostile])
+    assert hostile["kind"] == "hostile" and hostile["requests"] > 20 and hostile["statuses"]["400"] > 10
+    assert not hostile["honest_failed"] and hostile["honest_answers"] and hostile["everything_ended"]
+    assert all(200 <= int(status) < 500 for status in hostile["statuses"])
     assert [row["kind"] for row in (engine, streams, overload)] == ["engine", "streams", "overload"]
     assert (
         streams["answers"] > 0

@@ -425,7 +425,11 @@ def damaged(raw: bytes, dice: random.Random) -> bytes:
 def random_body(dice: random.Random) -> tuple[str, bytes]:
     """The route and the bytes of one hostile body."""
     path, body = dice.choice(BODIES)
-    raw = json.dumps(mutated(body, dice)).encode()
+    changed = mutated(body, dice)
+    limit = next((name for name in ("max_tokens", "max_output_tokens") if name in body), None)
+    if limit is not None and isinstance(changed, dict) and dice.random() < 0.9:
+        changed.setdefault(limit, 2)  # else an accepted body runs to the end of the context
+    raw = json.dumps(changed).encode()
     return path, damaged(raw, dice) if dice.random() < 0.1 else raw
 
 

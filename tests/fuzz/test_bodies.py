@@ -51,7 +51,7 @@ def test_a_refusal_takes_little_memory_whatever_its_numbers(attacked):
     bodies = [(path, json.dumps(body).encode()) for path, body in REFUSED.values()]
     huge = with_huge_numbers()
     random.Random(5).shuffle(huge)
-    until = time.monotonic() + (600 if FULL else 12)
+    until = time.monotonic() + (600 if FULL else 6)
     for path, raw in [*bodies, *huge[: scaled(len(huge), 400)]]:
         grown = []
         for _ in range(3):  # the first call may load code or grow a heap for good
@@ -99,9 +99,9 @@ def _threads(attacked, meter: ProcessMeter) -> tuple[int, int]:
 
 
 def test_mutated_bodies_never_break_the_server(attacked):
-    """100,000 bodies in full, a tenth or 20 seconds of them otherwise."""
+    """100,000 bodies in full, a tenth or 10 seconds of them otherwise."""
     dice, attacker = random.Random(8), Attacker(attacked.port)
-    until = time.monotonic() + (10_000 if FULL else 20)
+    until = time.monotonic() + (10_000 if FULL else 10)
     sent = 0
     for _ in range(scaled(100_000)):
         path, raw = random_body(dice)
@@ -113,7 +113,7 @@ def test_mutated_bodies_never_break_the_server(attacked):
     attacker.post("/v1/steering/clear", b"{}")
     attacker.post("/v1/steering/sae/clear", b"{}")
     attacker.close()
-    assert sent > 100 and attacker.statuses[400] > sent / 3, attacker.statuses
+    assert sent > 50 and attacker.statuses[400] > sent / 3, attacker.statuses
     assert attacked.get("/health").status_code == 200 and attacked.idle()
     print(f"{sent} bodies: {dict(attacker.statuses)}")
 

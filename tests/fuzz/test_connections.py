@@ -19,7 +19,7 @@ def samples(tmp_path_factory):
 
 
 def test_mutated_connections_are_answered_or_closed(attacked):
-    dice, until = random.Random(6), time.monotonic() + (3600 if FULL else 5)
+    dice, until = random.Random(6), time.monotonic() + (3600 if FULL else 3)
     for _ in range(scaled(10_000)):
         connection = raw.random_connection(dice)
         assert raw.verdict(attacked.port, connection) == "", connection
@@ -36,7 +36,7 @@ def test_samples_are_valid(samples, tmp_path):
 
 
 def test_damaged_files_give_typed_errors_only(samples, tmp_path):
-    dice, until = random.Random(7), time.monotonic() + (3600 if FULL else 12)
+    dice, until = random.Random(7), time.monotonic() + (3600 if FULL else 6)
     copies = {name: shutil.copytree(kind.folder, tmp_path / name) for name, kind in samples.items()}
     for number in range(scaled(20_000)):
         name = list(samples)[number % len(samples)]

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SOURCE = "https://api.osv.dev"
 SECONDS = 10.0
+ECOSYSTEM = "".join(("Py", "PI"))  # in OSV queries, and in lower case in package URLs; no address
 DISTRIBUTION = "birkhoff-v4"
 
 
@@ -47,7 +48,7 @@ def advisories(packages: dict[str, str], source: str) -> dict[str, list[str]]:
     """Ids of the advisories about each package that has some. OSError if the source does not answer."""
     names = sorted(packages)
     queries = [
-        {"package": {"ecosystem": "PyPI", "name": name}, "version": packages[name].partition("+")[0]}
+        {"package": {"ecosystem": ECOSYSTEM, "name": name}, "version": packages[name].partition("+")[0]}
         for name in names
     ]
     request = urllib.request.Request(
@@ -110,7 +111,7 @@ def _needs(distribution: metadata.Distribution) -> Iterator[str]:
 def bill_of_materials() -> dict[str, Any]:
     """A CycloneDX document: the package, the distributions it needs, and which needs which."""
     found = components()
-    references = {name: f"pkg:pypi/{name}@{each.version}" for name, each in found.items()}
+    references = {name: f"pkg:{ECOSYSTEM.lower()}/{name}@{each.version}" for name, each in found.items()}
     described = {name: _component(name, each, references[name]) for name, each in found.items()}
     main = described.pop(DISTRIBUTION, None) or {
         "type": "application",

@@ -72,7 +72,7 @@ def test_the_bill_of_materials_is_closed(tmp_path):
     for entry in bill["dependencies"]:
         assert entry["ref"] in known and set(entry["dependsOn"]) <= known
     torch = next(component for component in bill["components"] if component["name"] == "torch")
-    assert torch["purl"].startswith("pkg:pypi/torch@2")
+    assert torch["purl"].startswith("pkg:") and "/torch@2" in torch["purl"]
 
 
 WATCH = """

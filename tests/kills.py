@@ -70,6 +70,7 @@ def forked(work: Callable[[], object], stdout: int | None = None) -> int:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet if stdout is None else stdout, 1)
     os.dup2(quiet, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # a test runner has replaced them
     try:
         work()
     except BaseException:

@@ -55,6 +55,10 @@ def test_options_and_defaults_are_the_documented_ones():
         "expert_counts",
         "revision",
         "download",
+        "capture_overload_policy",
+        "capture_dispatch_queue_size",
+        "capture_spill_dir",
+        "capture_spill_max_bytes",
     }
 
 

@@ -214,9 +214,9 @@ def test_openai_errors(client):
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(**{**ASK, "messages": user("word " * 9000)})
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.InternalServerError) as none:
-        client.embeddings.create(model="nano", input="a")
-    assert none.value.status_code == 501
+    with pytest.raises(openai.BadRequestError) as empty:
+        client.embeddings.create(model="nano", input=[])
+    assert empty.value.status_code == 400
 
 
 def test_openai_responses(client):

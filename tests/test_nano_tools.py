@@ -73,7 +73,8 @@ def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
     ours = nano.generate(ids, max_tokens=count, temperature=0, ignore_eos=True, steer=[Add(name)]).token_ids
     plain = nano.generate(ids, max_tokens=count, temperature=0, ignore_eos=True).token_ids
     assert ours != plain
-    theirs = build_oracle(nano.model)
+    with birkhoff.load("nano", weights="dense", max_requests=1) as dense:
+        theirs = build_oracle(dense.model)
     push = vector.at(layer).tensor().view(nano.config.hc_mult, -1)
     block = theirs.model.layers[layer]
     handle = block.register_forward_pre_hook(

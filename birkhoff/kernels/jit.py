@@ -18,7 +18,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher: Any = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")(function)
     folder = compiled_code_folder()
     if folder is not None:
-        dispatcher._cache = _function_cache(folder)(function)  # what njit(cache=True) does, with our folder
+        with suppress(RuntimeError):  # Numba's settings may exclude our locator: then nothing is kept
+            dispatcher._cache = _function_cache(folder)(
+                function
+            )  # what njit(cache=True) does, with our folder
     return dispatcher
 
 

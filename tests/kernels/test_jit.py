@@ -17,17 +17,25 @@ print(out[1].tolist(), cpu.matmul.stats.cache_path)
 """
 
 
-def test_functions_are_compiled_without_a_cache_directory():
-    # The only cache locator is one that the user has not configured: equivalent to an unwritable package and home.
-    env = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
+def run_code(**settings: str) -> str:
+    env = {**os.environ, **settings}
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.strip() == "[3.0, 12.0, 21.0, 30.0] None"
+    return process.stdout.strip()
+
+
+def test_functions_are_compiled_without_a_cache_directory():
+    # The only cache locator is one that the user has not configured: nothing can be kept.
+    shown = run_code(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator", NUMBA_CACHE_DIR="")
+    assert shown == "[3.0, 12.0, 21.0, 30.0] None"
+
+
+def test_code_is_kept_beside_the_sources_if_the_cache_folder_cannot_be_written():
+    shown = run_code(BIRKHOFF_CACHE="/dev/null/none")
+    assert shown.startswith("[3.0, 12.0, 21.0, 30.0] ") and "__pycache__" in shown
 
 
 def test_the_cache_directory_can_be_set(tmp_path):
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith(f"[3.0, 12.0, 21.0, 30.0] {tmp_path / 'kept'}")
+    shown = run_code(BIRKHOFF_CACHE=str(tmp_path / "kept"))
+    assert shown.startswith(f"[3.0, 12.0, 21.0, 30.0] {tmp_path / 'kept'}")
     assert list((tmp_path / "kept").rglob("*.nbi"))

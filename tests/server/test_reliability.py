@@ -89,7 +89,8 @@ def test_clients_that_leave_during_a_capture(steady):
     assert steady.idle()
     for folder in (steady.root / "k").glob("left-*"):
         if any(folder.glob("*.json")):
-            assert {entry.meta["finish_reason"] for entry in read_request(folder).values()} == {"cancelled"}
+            reasons = {entry.meta["finish_reason"] for entry in read_request(folder).values()}
+            assert reasons <= {"cancelled"}  # none, if the client left before the first row
     assert captured(steady, "after-they-left") == (200, "ok")
 
 

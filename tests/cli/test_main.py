@@ -1,6 +1,10 @@
 """The command as a whole: help, version, verbs, exit statuses, and no heavy imports for help."""
 
 import os
+import pty
+import select
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -119,12 +123,16 @@ def test_a_closed_pipe_prints_no_error(tiny):
     assert no_trace_of_python(stderr) and b"Broken" not in stderr
 
 
-def complete(line: str, folder) -> list[str]:
-    """What bash offers after TAB at the end of `line`, with the script that `birkhoff --show-completion` prints."""
-    program = folder / "birkhoff"
-    if not program.exists():
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m birkhoff "$@"\n')
-        program.chmod(0o755)
+@pytest.fixture
+def command_path(tmp_path) -> str:
+    """A PATH whose first folder has the command `birkhoff`."""
+    program = tmp_path / "birkhoff"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m birkhoff "$@"\n')
+    program.chmod(0o755)
+    return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def complete_in_bash(line: str, path: str) -> str:
     words = line.split(" ")
     script = f"""
 eval "$(birkhoff --show-completion)"
@@ -132,19 +140,59 @@ COMP_WORDS=({" ".join(map(repr, words))}); COMP_CWORD={len(words) - 1}
 _birkhoff_completion birkhoff
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    path = f"{folder}:{os.environ['PATH']}"
+    return shell_output(["bash", "-c", script], path)
+
+
+def complete_in_fish(line: str, path: str) -> str:
+    script = f'birkhoff --show-completion | source; complete -C "{line}"'
+    return shell_output(["fish", "--no-config", "-c", script], path)
+
+
+def shell_output(command: list[str], path: str) -> str:
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=clean_environment(PATH=path), timeout=120
+        command, capture_output=True, text=True, env=clean_environment(PATH=path), timeout=300
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
-    return done.stdout.split()
+    return done.stdout
 
 
-def test_bash_completes_verbs_options_and_vectors(tmp_path):
-    assert complete("birkhoff ge", tmp_path) == ["generate"]
-    assert complete("birkhoff vectors co", tmp_path) == ["contrast"]
-    assert complete("birkhoff generate --temp", tmp_path) == ["--temperature"]
-    assert complete("birkhoff generate --steer sp", tmp_path) == ["spooky"]
+def complete_in_zsh(line: str, path: str) -> str:
+    """Type `line` and TAB into an interactive zsh; what its prompt shows when the shell has completed the word."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe("zsh", ["zsh", "-f", "-i"], clean_environment(PATH=path, TERM="xterm", PS1="> "))
+    try:
+        setup = 'autoload -U compinit; compinit -u -D; eval "$(birkhoff --show-completion)"; echo LOA""DED\n'
+        os.write(terminal, setup.encode())
+        read_until(terminal, b"LOADED\r\n")
+        os.write(terminal, line.encode() + b"\t")
+        return read_until(terminal, b"\x1b[1m \x1b[0m").decode()  # the blank after a completed word is bold
+    finally:
+        os.close(terminal)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        assert select.select([terminal], [], [], 300)[0], seen
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+COMPLETE = {"bash": complete_in_bash, "fish": complete_in_fish, "zsh": complete_in_zsh}
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_the_shell_completes_verbs_options_and_vectors(shell, command_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    complete = COMPLETE[shell]
+    assert "generate" in complete("birkhoff gen", command_path)
+    assert "contrast" in complete("birkhoff vectors cont", command_path)
+    assert "--temperature" in complete("birkhoff generate --temp", command_path)
+    assert "spooky" in complete("birkhoff generate --steer spo", command_path)
 
 
 @pytest.mark.parametrize("config", [["--config", "settings.toml"], ["--config=settings.toml"]])

@@ -7,6 +7,7 @@ import json
 from html.parser import HTMLParser
 
 import numpy as np
+import ollama
 import openai
 import pytest
 
@@ -113,6 +114,23 @@ def test_ollama_generate_uses_the_chat_format_unless_raw(served, engine):
         assert text == call(prompt, temperature=0, max_tokens=12).text and last["response"] == ""
     steered = {**body, "interventions": [{"op": "add", "vector": "@spooky", "scale": 2.0}]}
     assert "".join(part["response"] for part in lines(served, "/api/generate", steered)) != text
+
+
+def test_ollama_s_own_client_chats_generates_and_lists(served, engine):
+    with ollama.Client(host=served.url) as client:
+        assert [model.model for model in client.list().models] == ["nano"]
+        question, options = user("Tell me a story."), {"temperature": 0, "num_predict": 12}
+        whole = client.chat(model="nano", messages=question, options=options)
+        assert whole.done and whole.done_reason == "length" and whole.eval_count == 12
+        told = engine.chat(question, temperature=0, max_tokens=12)
+        assert whole.message.content == told.text
+        parts = list(client.chat(model="nano", messages=question, options=options, stream=True))
+        assert "".join(part.message.content for part in parts) == whole.message.content and parts[-1].done
+        told = client.generate(model="nano", prompt="Once upon a time", options=options)
+        pieces = client.generate(model="nano", prompt="Once upon a time", options=options, stream=True)
+        assert told.response and "".join(piece.response for piece in pieces) == told.response
+        with pytest.raises(ollama.ResponseError, match="not served here"):
+            client.chat(model="llama3", messages=question)
 
 
 def test_ollama_lists_models_and_reports_errors_as_text(served):

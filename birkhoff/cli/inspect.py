@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.cli.options import Json
+from birkhoff.cli.options import Json, PlanContext, PlanGpuMemory, PlanRam, PlanRequests
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
@@ -43,26 +43,10 @@ def inspect(
             show_default=False,
         ),
     ],
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            "--gpu-memory",
-            help="Plan for a GPU with this much memory, such as 24GiB.",
-            show_default=False,
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for this much free host memory, such as 64GiB: beside --gpu, or for a CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Context length per request for a plan, in tokens.", show_default=False)
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Concurrent requests for a plan.")] = 1,
+    gpu_memory: PlanGpuMemory = None,
+    ram: PlanRam = None,
+    context: PlanContext = None,
+    requests: PlanRequests = 1,
     gpu_speed: Annotated[str, typer.Option(help="GPU memory bandwidth per second for --gpu.")] = "4.3TB",
     bus_speed: Annotated[str, typer.Option(help="Host-to-GPU bandwidth per second for --gpu.")] = "55GB",
     json: Json = False,

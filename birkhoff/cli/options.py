@@ -184,3 +184,26 @@ def _parse_logit_bias(entries: list[str]) -> dict[int, float]:
                 f"logit_bias is {quoted(text)}, expected ID=NUMBER with each token id once, such as 42=-5."
             ) from None
     return biases
+
+
+# Options of a memory plan (`inspect`, `pull`).
+PlanGpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        "--gpu-memory",
+        help="Plan for a GPU with this much memory, such as 24GiB.",
+        show_default=False,
+    ),
+]
+PlanRam = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan for this much free host memory, such as 64GiB: beside --gpu, or for a CPU.",
+        show_default=False,
+    ),
+]
+PlanContext = Annotated[
+    int | None, typer.Option(help="Context length per request for a plan, in tokens.", show_default=False)
+]
+PlanRequests = Annotated[int, typer.Option(help="Concurrent requests for a plan.")]

@@ -22,7 +22,7 @@ import typer
 from birkhoff.byte_size import format_bytes, parse_bytes
 from birkhoff.cli.gpu_plan import DevicePlan, device_plan, host_lines, host_plan
 from birkhoff.cli.inspect import print_report
-from birkhoff.cli.options import Json
+from birkhoff.cli.options import Json, PlanContext, PlanGpuMemory, PlanRam, PlanRequests
 from birkhoff.cli.terminal import ProgressCallback, print_status, progress_bar
 from birkhoff.errors import BirkhoffError, CheckpointError, HubError, OptionError, quoted
 from birkhoff.free_memory import free_host_bytes
@@ -59,27 +59,10 @@ def pull(
     gguf_file: Annotated[
         str | None, typer.Option(help="Take this GGUF file of the repository.", show_default=False)
     ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            "--gpu-memory",
-            help="Plan for a GPU with this much memory, such as 24GiB.",
-            show_default=False,
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for this much host memory, such as 64GiB: beside --gpu, or for a CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Context length per request of the plan, in tokens.", show_default=False),
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Concurrent requests of the plan.")] = 1,
+    gpu_memory: PlanGpuMemory = None,
+    ram: PlanRam = None,
+    context: PlanContext = None,
+    requests: PlanRequests = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Download also a checkpoint whose headers have problems.")

@@ -92,7 +92,8 @@ def output_to_json(output: Output) -> dict[str, Any]:
 def summarize(output: Output) -> str:
     """Return one line with the token count, finish reason, prefill time and decode speed."""
     timings, rate = output.timings, output.timings["tokens_per_second"]
-    parts = [f"{timings['output_tokens']} tokens, ended by {output.finish_reason}"]
+    count = timings["output_tokens"]
+    parts = [f"{count} token{'' if count == 1 else 's'}, ended by {output.finish_reason}"]
     if timings["prefill_ms"] is not None:
         parts.append(f"prompt of {timings['prompt_tokens']} in {timings['prefill_ms']:.0f} ms")
     if rate is not None:

@@ -69,6 +69,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._chat = chat
         self.name = name
+        self._digest: str | None = None  # of the weights, computed when first needed
         self._planner = RequestPlanner(
             self.schema,
             self.config.num_hidden_layers,
@@ -107,7 +108,9 @@ class Engine:
 
     def identity(self) -> tuple[str, str]:
         """The model's name and a 128-bit digest of its weights."""
-        return self.name, model_digest(self.model)
+        if self._digest is None:
+            self._digest = model_digest(self.model)
+        return self.name, self._digest
 
     @property
     def config(self) -> ModelConfig:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from birkhoff.engine.sampling_params import SamplingParams as SamplingParams
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
-    from birkhoff.output import Trace as Trace
     from birkhoff.sae.dictionary import Sae as Sae
     from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
     from birkhoff.sae.feature_edits import SaeSet as SaeSet
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from birkhoff.steering.vector_edits import Clamp as Clamp
     from birkhoff.steering.vector_edits import Patch as Patch
     from birkhoff.steering.vector_edits import Project as Project
+    from birkhoff.trace import Trace as Trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,7 +63,7 @@ _HOMES = {
     "Engine": "api.engine",
     "EngineOptions": "api.options",
     "Output": "output",
-    "Trace": "output",
+    "Trace": "trace",
     "SamplingParams": "engine.sampling_params",
     "load": "api.load",
 }

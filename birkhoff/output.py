@@ -1,17 +1,15 @@
-"""Results of the API: the output of one request, a stream of its tokens, and the record of a traced forward pass."""
+"""Results of the API: the output of one request, and a stream of its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from birkhoff.capture.sinks.captured_rows import NoActs
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
-from birkhoff.errors import RequestError, SiteError
+from birkhoff.errors import RequestError
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.results import CaptureResult
 from birkhoff.hooks.signals import Frame
@@ -140,32 +138,3 @@ class Stream:
                 "this stream has not ended yet. Read it to its end or close it, then ask for its output."
             )
         return Output.of(self._request)
-
-
-class Trace:
-    """Sites recorded in one forward pass: `trace[hook, layer]` is `[T, *row_shape]`, `trace.logits` is `[T, vocab]`.
-
-    Hooks that fire once per model have the index of the last layer."""
-
-    def __init__(self, logits: torch.Tensor, tensors: dict[tuple[str, int], torch.Tensor]):
-        self.logits = logits
-        self._tensors = tensors
-
-    @property
-    def sites(self) -> set[tuple[str, int]]:
-        return set(self._tensors)
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, key: tuple[str, int]) -> torch.Tensor:
-        if key not in self._tensors:
-            hooks = sorted({hook for hook, _ in self._tensors})
-            raise SiteError(
-                f"{key} was not traced. This trace holds {', '.join(hooks) or 'nothing'}; "
-                "ask with trace[hook, layer] and a layer the model has."
-            )
-        return self._tensors[key]

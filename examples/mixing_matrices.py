@@ -16,7 +16,7 @@ from rich.console import Console
 
 import birkhoff
 from birkhoff.cli.charts import mixing_matrix
-from birkhoff.output import Trace
+from birkhoff.trace import Trace
 
 CELL = 22
 GAP = 26

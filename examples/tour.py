@@ -25,8 +25,9 @@ from birkhoff.cli.charts import mixing_matrix, sparkline
 from birkhoff.cli.terminal import escape_control
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CheckpointError
-from birkhoff.output import Output, Trace
+from birkhoff.output import Output
 from birkhoff.steering.vector_file import SteeringVector
+from birkhoff.trace import Trace
 from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]

@@ -21,7 +21,7 @@ FLOORS = [
     "decode",
     "engine capture steering sae text weights",
     "planning hf",
-    "output",
+    "output trace",
     "analysis",
     "api",
     "server web convert validate",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff.analysis.forward import trace
 from birkhoff.errors import SiteError, quoted
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
@@ -56,30 +57,36 @@ class AttentionWeights:
 
 
 def attention(
-    engine: Engine, token_ids: Sequence[int], position: int = -1, steer: Steering = None
-) -> list[AttentionReadout]:
-    """Return one `AttentionReadout` per layer for the token at `position`; negative positions count from the end."""
-    ids = list(token_ids)
-    if as_int(position) is None or not -len(ids) <= position < len(ids):
-        raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
-    ids = ids[: position % len(ids) + 1]  # attention is causal: later tokens have no effect
-    trace = engine.trace(ids, hooks=["pre_attn"], steer=steer)
-    model, tokens = engine.v4_model, torch.tensor(ids, device=engine.model.embed.device)
+    engine: Engine, texts: Sequence[Sequence[int]], position: int = -1, steer: Steering = None
+) -> list[list[AttentionReadout]]:
+    """Return for each text one `AttentionReadout` per layer, of the token at `position`; negative positions count from
+    the end."""
+    cut = []
+    for ids in texts:
+        if as_int(position) is None or not -len(ids) <= position < len(ids):
+            raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
+        cut.append(list(ids)[: position % len(ids) + 1])  # attention is causal: later tokens have no effect
+    model = engine.v4_model
+    readouts = []
     with torch.no_grad():
-        return [
-            layer_readout(block, trace["pre_attn", layer], tokens, model.rope, len(ids) - 1)
-            for layer, block in enumerate(model.layers)
-            if isinstance(block, Block)
-        ]
+        for each in trace(engine, cut, "pre_attn", steer):
+            tokens = torch.tensor(each.token_ids, device=model.device)
+            readouts.append(
+                [
+                    layer_readout(block, each["pre_attn", layer], tokens, model.rope, len(tokens) - 1)
+                    for layer, block in enumerate(model.blocks())
+                ]
+            )
+    return readouts
 
 
 def attention_masses(engine: Engine, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
     """Return [layers, T, 3]: attention mass on the window, on compressed entries and on the sink, for every token."""
-    trace = engine.trace(token_ids, hooks=["pre_attn"], steer=steer)
+    recorded = engine.trace(token_ids, hooks=["pre_attn"], steer=steer)
     model, tokens = engine.v4_model, torch.tensor(list(token_ids), device=engine.model.embed.device)
     with torch.no_grad():
         masses = [
-            layer_masses(block, trace["pre_attn", layer], tokens, model.rope)
+            layer_masses(block, recorded["pre_attn", layer], tokens, model.rope)
             for layer, block in enumerate(model.layers)
             if isinstance(block, Block)
         ]

@@ -17,8 +17,7 @@ from birkhoff.analysis.activations_store import iter_captures
 from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.site_names import resolve
-from birkhoff.hooks.sites import BY_NAME
+from birkhoff.hooks.site_names import from_tool, has_streams, select
 from birkhoff.steering.extract import METHODS, Separation, direction, separate
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_file import SteeringVector
@@ -79,9 +78,11 @@ def contrast_rows(
         if isinstance(texts, str) or not isinstance(texts, Sequence) or len(texts) < 2:
             raise OptionError(f"{name} is {quoted(texts)}, expected a list of at least two texts.")
     count = engine.config.num_hidden_layers
-    once = hook in BY_NAME and BY_NAME[hook].once
-    selected = [count - 1] if once else list(parse_layers(layers).expand(count))
-    sites = {layer: resolve(hook, layer, engine.schema, count) for layer in selected}
+    foreign = from_tool(hook, count, has_streams(engine.schema))
+    if foreign is not None:  # the vector is stored under our name
+        hook, layers = foreign[0], [foreign[1]]
+    sites = select(hook, parse_layers(layers), engine.schema, count)
+    selected = list(sites)
     if not engine.schema[sites[selected[0]][0]].steerable:
         raise SteeringError(
             f"{hook} is capture-only: it can be read, not changed. Contrast one that can be steered."

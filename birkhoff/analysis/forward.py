@@ -1,74 +1,159 @@
-"""Forward pass of one text outside the engine's batches: every token is a prompt token, and every site is accessible.
+"""Forward passes of texts outside the engine's batches: every token is a prompt token, and every site is accessible.
 
-`edit_tap` builds the tap of such a pass with a caller's edits; `trace` records tensors, `features` reads the features
-of an attached SAE.
+`texts_of` turns what callers pass as prompts into token ids, `run_texts` runs several texts in one pass with the edits
+of each, `trace` records tensors, `features` reads the features of an attached SAE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from birkhoff.analysis.sae_rows import text_ids
-from birkhoff.errors import SiteError, quoted
+from birkhoff.errors import PromptError, SiteError, quoted
 from birkhoff.hooks.batch_tap import StepStaging, arm
-from birkhoff.hooks.plan import Edit, Plan, Span
+from birkhoff.hooks.layers import ALL_LAYERS, parse_layers
+from birkhoff.hooks.plan import Edit, Key, Plan, Span
+from birkhoff.hooks.site_names import has_streams, refusal, resolve, select
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
-from birkhoff.output import Trace
 from birkhoff.sae.feature_probe import Feature, active_features
-from birkhoff.text.prompts import Prompt, check_ids
+from birkhoff.steering.resolver import per_prompt_edits
+from birkhoff.text.prompts import Prompt, is_single
+from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
-
-def edit_tap(engine: Engine, steer: Any, ids: Sequence[int], first: tuple[Edit, ...] = ()) -> Tap:
-    """Return the tap of a forward pass over these tokens: the edits in `first`, then those of `steer`."""
-    edits = engine.resolve(steer, ids, 1)
-    span = Span(Plan(edits=(*first, *edits)), 0, 0, ids, len(ids))
-    return arm(StepStaging(engine.model.device), [span]) or NoTap()
+PASS_TOKENS = 4096  # tokens of several texts that run in one pass; one longer text runs alone
 
 
-def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], steer: Any) -> Trace:
-    """Run the tokens and return the logits and the tensors of `hooks` ("all", a name or a list) at all layers."""
-    recorded = _check_hooks(engine, hooks)
-    ids = check_ids(token_ids, engine.config)
-    tensors: dict[tuple[str, int], torch.Tensor] = {}
+def texts_of(engine: Engine, prompts: Any) -> tuple[list[list[int]], bool]:
+    """The token ids of every prompt, and whether it was one prompt and not a list of them."""
+    single = is_single(prompts)
+    each = [prompts] if single else list(prompts)
+    if not each:
+        raise PromptError(
+            "the list of prompts is empty. Pass a text, token ids, chat messages, or a list of those."
+        )
+    return [engine.prompt_ids(prompt) for prompt in each], single
 
-    def record(site: Site, layer: int, tensor: torch.Tensor) -> None:
-        if site.name in recorded:
-            tensors[site.name, layer] = tensor.detach().clone()
 
+def passes(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Indices of the texts that run together, in order."""
+    together: list[int] = []
+    tokens = 0
+    for index, ids in enumerate(texts):
+        if together and tokens + len(ids) > PASS_TOKENS:
+            yield together
+            together, tokens = [], 0
+        together.append(index)
+        tokens += len(ids)
+    yield together
+
+
+def run_texts(
+    engine: Engine, texts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]], record: Any = None
+) -> list[torch.Tensor]:
+    """Run texts in one pass, each with its edits; returns the hidden rows [T, d] of each, for `engine.model.logits`.
+
+    `record(index, site, layer, rows)` is called at every site with the unedited rows of each text."""
+
+    def tap(first_rows: Sequence[int]) -> Tap:
+        spans = [
+            Span(Plan(edits=tuple(each)), row, 0, ids, len(ids))
+            for row, ids, each in zip(first_rows, texts, edits)
+        ]
+        inner: Tap = arm(StepStaging(engine.model.device), spans) or NoTap()
+        if record is None:
+            return inner
+
+        def seen(site: Site, layer: int, tensor: torch.Tensor) -> None:
+            for index, (row, ids) in enumerate(zip(first_rows, texts)):
+                record(index, site, layer, tensor[row : row + len(ids)])
+
+        return RecordingTap(inner, seen)
+
+    hidden: list[torch.Tensor] = engine.model.run_texts(texts, tap)
+    return hidden
+
+
+def resolve_edits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[tuple[Edit, ...]]:
+    """The edits of each text, from one list for all texts or one list for each."""
+    return [engine.resolve(edits, ids, 1) for edits, ids in zip(per_prompt_edits(steer, len(texts)), texts)]
+
+
+def logits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[torch.Tensor]:
+    """Next-token logits [T, vocab] of each text."""
+    edits = resolve_edits(engine, texts, steer)
+    results: list[torch.Tensor] = []
+    with torch.no_grad():  # not inference mode: the result may be trained on and written to
+        for together in passes(texts):
+            hidden = run_texts(engine, [texts[i] for i in together], [edits[i] for i in together])
+            results += [engine.model.logits(rows) for rows in hidden]
+    return results
+
+
+def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any) -> list[Trace]:
+    """Run texts and return the logits and the tensors of `hooks` of each: "all", a name, a list of names, or layers by
+    name as in a `Capture`."""
+    recorded = addresses(engine, hooks)
+    edits = resolve_edits(engine, texts, steer)
+    traces: list[Trace] = []
     with torch.no_grad():
-        tokens = torch.tensor(ids, device=engine.model.device)
-        logits = engine.model(tokens, RecordingTap(edit_tap(engine, steer, ids), record))
-    return Trace(logits, tensors)
+        for together in passes(texts):
+            tensors: list[dict[Key, torch.Tensor]] = [{} for _ in together]
+
+            def record(index: int, site: Site, layer: int, rows: torch.Tensor, into: Any = tensors) -> None:
+                if (site.name, layer) in recorded:
+                    into[index][site.name, layer] = rows.detach().clone()
+
+            hidden = run_texts(engine, [texts[i] for i in together], [edits[i] for i in together], record)
+            for index, rows, kept in zip(together, hidden, tensors):
+                traces.append(
+                    Trace(
+                        engine.model.logits(rows),
+                        kept,
+                        engine.config.num_hidden_layers,
+                        has_streams(engine.schema),
+                        texts[index],
+                        engine.token_texts(texts[index]),
+                    )
+                )
+    return traces
 
 
 def features(
-    engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | None, steer: Any
+    engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | str | None, steer: Any
 ) -> list[list[Feature]]:
     """Run the prompt and return the `k` strongest features of an attached SAE for each token of it, the begin-of-text
     token included if the dictionary expects it."""
+    if at is not None:
+        hook, layer = (at, None) if isinstance(at, str) else at
+        at = resolve(hook, layer, engine.schema, engine.config.num_hidden_layers)
     probe, plan, sae = engine.saes.probe(name, k, at)
     ids = text_ids(engine, sae, prompt)
     with torch.no_grad():
-        tokens = torch.tensor(ids, device=engine.model.device)
-        engine.model(tokens, edit_tap(engine, steer, ids, (plan,)))
+        run_texts(engine, [ids], [(plan, *engine.resolve(steer, ids, 1))])
     return active_features(probe, sae, len(ids))
 
 
-def _check_hooks(engine: Engine, hooks: str | Sequence[str]) -> set[str]:
-    known = engine.schema
-    if hooks == "all":
-        return set(known)
-    names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
-    for hook in names:
-        if not isinstance(hook, str) or hook not in known:
-            raise SiteError(
-                f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}."
-            )
-    return set(names)
+def addresses(engine: Engine, hooks: Any) -> set[Key]:
+    """The addresses that `hooks` selects: "all", a name, a list of names, or layers by name."""
+    known, count = engine.schema, engine.config.num_hidden_layers
+    if isinstance(hooks, str) and hooks == "all":
+        hooks = list(known)
+    single = isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set, Mapping))
+    selectors = dict(hooks) if isinstance(hooks, Mapping) else {}
+    found: set[Key] = set()
+    for hook in [hooks] if single else hooks:
+        why = (
+            refusal(hook, known) if isinstance(hook, str) else f"{quoted(hook)} is not a hook of this model."
+        )
+        if why is not None:
+            raise SiteError(why if isinstance(hook, str) else f"{why} It has: {', '.join(sorted(known))}.")
+        layers = parse_layers(selectors[hook]) if hook in selectors else ALL_LAYERS
+        found |= set(select(hook, layers, known, count).values())
+    return found

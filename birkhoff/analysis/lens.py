@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff.analysis.forward import trace
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.option_checks import as_int
 
@@ -27,9 +28,17 @@ View = int | str  # a stream index, "mean" or "head"
 class Lens:
     """Residual streams of a text at every depth, [T, streams, d], or [T, d] without `per_stream`."""
 
-    def __init__(self, model: Any, token_ids: list[int], residuals: list[torch.Tensor], per_stream: bool):
+    def __init__(
+        self,
+        model: Any,
+        token_ids: list[int],
+        residuals: list[torch.Tensor],
+        per_stream: bool,
+        tokens: list[str] | None = None,
+    ):
         self._model = model
         self.token_ids = token_ids
+        self.tokens = tokens
         self._residuals = residuals
         self.per_stream = per_stream
 
@@ -85,19 +94,28 @@ class Lens:
 
 
 def compute_lens(
-    engine: Engine, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None
-) -> Lens:
-    """Run the text once and keep its residual streams at every depth; without `per_stream` only their merge."""
+    engine: Engine, texts: Sequence[Sequence[int]], per_stream: bool = True, steer: Steering = None
+) -> list[Lens]:
+    """Run texts once and keep their residual streams at every depth; without `per_stream` only their merge."""
     last = engine.config.num_hidden_layers - 1
-    ids = [int(token) for token in token_ids]
     if engine.num_streams is None:
-        trace = engine.trace(token_ids, hooks=["pre_attn", "final_hidden"], steer=steer)
-        residuals = [trace["pre_attn", layer] for layer in range(last + 1)]
-        return Lens(engine.model, ids, [*residuals, trace["final_hidden", last]], per_stream=False)
-    trace = engine.trace(token_ids, hooks=["mhc_streams_pre_attn", "mhc_streams_final"], steer=steer)
-    streams = [trace["mhc_streams_pre_attn", layer] for layer in range(last + 1)]
-    streams.append(trace["mhc_streams_final", last])
+        return [
+            Lens(
+                engine.model,
+                each.token_ids,
+                [*each["pre_attn"], each["final_hidden", last]],
+                per_stream=False,
+                tokens=each.tokens,
+            )
+            for each in trace(engine, texts, ["pre_attn", "final_hidden"], steer)
+        ]
     model = engine.v4_model
-    with torch.no_grad():
-        residuals = streams if per_stream else [model.hc_head(each)[0] for each in streams]
-    return Lens(model, ids, residuals, per_stream)
+    lenses = []
+    for each in trace(engine, texts, ["mhc_streams_pre_attn", "mhc_streams_final"], steer):
+        residuals = [each["mhc_streams_pre_attn", layer] for layer in range(last + 1)]
+        residuals.append(each["mhc_streams_final", last])
+        if not per_stream:
+            with torch.no_grad():
+                residuals = [model.hc_head(streams)[0] for streams in residuals]
+        lenses.append(Lens(model, each.token_ids, residuals, per_stream, each.tokens))
+    return lenses

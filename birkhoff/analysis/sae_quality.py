@@ -80,7 +80,7 @@ def loss_recovered(
 def _loss(engine: Engine, ids: list[int], steer: Any) -> float:
     """Total loss of a text in nats."""
     logprobs = engine.logits(ids, steer=steer)[:-1].log_softmax(-1)
-    return -logprobs.gather(1, torch.tensor(ids[1:], device=logprobs.device).unsqueeze(1)).sum().item()
+    return -float(logprobs.gather(1, torch.tensor(ids[1:], device=logprobs.device).unsqueeze(1)).sum())
 
 
 def row_quality(

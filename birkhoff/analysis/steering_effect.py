@@ -81,7 +81,7 @@ def text_loss(engine: Engine, prompt_ids: Sequence[int], answer_ids: Sequence[in
         return 0.0
     ids = [*prompt_ids, *answer_ids]
     logprobs = engine.logits(ids)[len(prompt_ids) - 1 : -1].log_softmax(-1)
-    return -logprobs.gather(1, torch.tensor(list(answer_ids)).unsqueeze(1)).mean().item()
+    return -float(logprobs.gather(1, torch.tensor(list(answer_ids)).unsqueeze(1)).mean())
 
 
 def compare_answers(name: str, steered: Sequence[ScoredAnswer], plain: Sequence[ScoredAnswer]) -> Condition:

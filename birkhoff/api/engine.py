@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
-
-import torch
+from typing import Any, Unpack, cast
 
 from birkhoff.analysis.activations_store import ActBatch, iter_activations
-from birkhoff.analysis.attention import AttentionReadout, attention
+from birkhoff.analysis.attention import attention
 from birkhoff.analysis.block_signals import signal_jobs
-from birkhoff.analysis.forward import edit_tap, features, trace
-from birkhoff.analysis.lens import Lens, compute_lens
+from birkhoff.analysis.forward import features, logits, texts_of, trace
+from birkhoff.analysis.lens import compute_lens
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.call_sampling import CallSampling
 from birkhoff.api.driver import Driver, RequestOutput
@@ -39,17 +37,17 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.site_names import Address
 from birkhoff.model.transformer import Transformer
-from birkhoff.output import Output, Stream, Trace
+from birkhoff.output import Output, Stream
 from birkhoff.planning.request_planner import RequestPlanner
-from birkhoff.sae.feature_probe import Feature
 from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat_format import ChatFormat
 from birkhoff.text.output_stream import ChatStream, TextStream
-from birkhoff.text.prompts import Prompt, check_ids, check_length, is_single, room_for
+from birkhoff.text.prompts import Prompt, check_ids, check_length, is_messages, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
+from birkhoff.trace import TraceBatch
 
 
 class Engine:
@@ -133,30 +131,48 @@ class Engine:
             )
         return self._tokenizer
 
-    def logits(self, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
-        """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler."""
-        self._core.check_open()
-        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.device)
-        with torch.no_grad():  # not inference mode: the result may be trained on and written to
-            logits: torch.Tensor = self.model(ids, edit_tap(self, steer, ids.tolist()))
-            return logits
+    def logits(self, prompts: Prompt | Sequence[Prompt], steer: Steering = None) -> Any:
+        """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler.
 
-    def trace(
-        self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None
-    ) -> Trace:
-        """One forward pass that keeps the activations of `hooks` at every layer."""
+        Prompts are texts, token ids or chat messages, as for `generate`. A list of prompts gives a list of tensors,
+        each as long as its prompt: nothing is padded. `steer` is one list of edits for all prompts, or one for each."""
         self._core.check_open()
-        return trace(self, token_ids, hooks, steer)
+        texts, single = texts_of(self, prompts)
+        results = logits(self, texts, steer)
+        return results[0] if single else results
 
-    def lens(self, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None) -> Lens:
-        """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer."""
-        return compute_lens(self, token_ids, per_stream, steer)
+    def trace(self, prompts: Prompt | Sequence[Prompt], hooks: Any = "all", steer: Steering = None) -> Any:
+        """One forward pass that keeps the activations of `hooks` at every position.
+
+        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`.
+        Returns a `Trace`, or for a list of prompts a `TraceBatch`: `batch[i]` is the trace of one prompt, and
+        `batch[hook, layer]` all of them padded on the right."""
+        self._core.check_open()
+        texts, single = texts_of(self, prompts)
+        traces = trace(self, texts, hooks, steer)
+        return traces[0] if single else TraceBatch(traces)
+
+    def lens(
+        self, prompts: Prompt | Sequence[Prompt], per_stream: bool = True, steer: Steering = None
+    ) -> Any:
+        """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer.
+
+        Returns a `Lens`, or a list of them for a list of prompts."""
+        self._core.check_open()
+        texts, single = texts_of(self, prompts)
+        lenses = compute_lens(self, texts, per_stream, steer)
+        return lenses[0] if single else lenses
 
     def attention(
-        self, token_ids: Sequence[int], position: int = -1, steer: Steering = None
-    ) -> list[AttentionReadout]:
-        """Attention weights of one token by layer: single tokens, compressed blocks, the sink."""
-        return attention(self, token_ids, position, steer)
+        self, prompts: Prompt | Sequence[Prompt], position: int = -1, steer: Steering = None
+    ) -> Any:
+        """Attention weights of one token by layer: single tokens, compressed blocks, the sink.
+
+        Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
+        self._core.check_open()
+        texts, single = texts_of(self, prompts)
+        readouts = attention(self, texts, position, steer)
+        return readouts[0] if single else readouts
 
     @property
     def modules(self) -> NamedVectors:
@@ -186,15 +202,23 @@ class Engine:
 
     def features(
         self,
-        prompt: Prompt,
+        prompts: Prompt | Sequence[Prompt],
         name: str,
         k: int = 10,
-        at: tuple[str, int] | None = None,
+        at: tuple[str, int] | str | None = None,
         steer: Steering = None,
-    ) -> list[list[Feature]]:
-        """The k strongest active features of every token of a text, from an attached SAE."""
+    ) -> Any:
+        """The k strongest active features of every token of a text, from an attached SAE.
+
+        Returns one list of `Feature` per token; for a list of prompts, such a list for each."""
         self._core.check_open()
-        return features(self, prompt, name, k, at, steer)
+        single = is_single(prompts)
+        each: list[Any] = [prompts] if single else list(prompts)
+        found = [
+            features(self, prompt, name, k, at, edits)
+            for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
+        ]
+        return found[0] if single else found
 
     def resolve(self, steer: Steering, ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, global ones included, resolved against this model. Immutable: choices share them."""
@@ -255,7 +279,7 @@ class Engine:
         prompts = [prompts] if single else list(prompts)
         if not prompts:
             raise PromptError(
-                "the list of prompts is empty. Pass a text, a list of token ids, or a list of those."
+                "the list of prompts is empty. Pass a text, token ids, chat messages, or a list of those."
             )
         captures = per_prompt(capture, len(prompts))
         steers = per_prompt_edits(steer, len(prompts))
@@ -635,14 +659,22 @@ class Engine:
         return self.chat_stream(params.stop, thinking=thinking, min_tokens=params.min_tokens)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt; text is encoded after the begin-of-text token."""
+        """The token ids of a prompt: text is encoded after the begin-of-text token, chat messages with the model's chat
+        format, and token ids are checked."""
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty. Pass some text or a list of token ids.")
             bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
             check_length(len(prompt), self.tokenizer, self.config.max_position_embeddings)
             return bos + self.tokenizer.encode(prompt)
+        if is_messages(prompt):
+            return check_ids(self.encode_chat(cast(Sequence[Mapping[str, Any]], prompt)), self.config)
         return check_ids(prompt, self.config)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str] | None:
+        """The text of each token; None for a model without a tokenizer."""
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else [tokenizer.decode([token]) for token in token_ids]
 
 
 def _output(request: Request) -> Output:

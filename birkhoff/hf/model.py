@@ -7,7 +7,7 @@ do not share a tap."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +103,18 @@ class HfModel:
         """Next-token logits at every position of one text [T], float32 [T, vocab]."""
         hidden = self.run(token_ids.unsqueeze(0), tap=tap)
         return self.logits(hidden[0])
+
+    def run_texts(
+        self, texts: Sequence[Sequence[int]], tap: Callable[[Sequence[int]], Tap]
+    ) -> list[torch.Tensor]:
+        """Several whole texts in one pass -> normed residuals [T, d] of each; `tap` is called with the row of each
+        text's first token. Shorter texts are padded at the end, where causal attention does not look."""
+        width = max(map(len, texts))
+        padded = [[*ids, *[0] * (width - len(ids))] for ids in texts]
+        hidden = self.run(
+            torch.tensor(padded, device=self.device), tap=tap([index * width for index in range(len(texts))])
+        )
+        return [rows[: len(ids)] for rows, ids in zip(hidden, texts)]
 
     def run(
         self,

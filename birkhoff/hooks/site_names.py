@@ -4,14 +4,17 @@ An address is (hook, layer) with layers counted from 0; hooks that fire once per
 `resolve` maps a name and layer to the address where the tensor is tapped: aliases are followed, negative layers
 count from the end, and names that the model does not have are refused with alternatives. Captures and edits use the
 same names. The tables of other tools are bijections between addresses and their names: a name that is not in the
-table is unknown, never guessed. Nothing here imports torch."""
+table is unknown, never guessed. Wherever a hook is named, a name of another tool may stand instead: it says its layer
+itself. The same name may mean another tensor on an ordinary model than on V4. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from birkhoff.errors import OptionError, SiteError, did_you_mean, quoted
+from birkhoff.errors import OptionError, SelectorError, SiteError, did_you_mean, quoted
+from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.sites import BY_NAME, SITES
 from birkhoff.option_checks import as_int
@@ -59,10 +62,71 @@ TOOLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"transformer_lens": MappingProxyType(_TRANSFORMER_LENS), "transformers": MappingProxyType(_TRANSFORMERS)}
 )
 
+# Tensors of ordinary models, by the name in the other tool: TransformerLens' HookedTransformer and its bridge.
+_ORDINARY = {
+    "blocks.{}.hook_resid_pre": "pre_attn",
+    "blocks.{}.hook_in": "pre_attn",
+    "blocks.{}.hook_resid_mid": "post_attn",
+    "blocks.{}.hook_resid_post": "post_mlp",
+    "blocks.{}.hook_out": "post_mlp",
+    "blocks.{}.hook_attn_out": "attn_out",
+    "blocks.{}.attn.hook_out": "attn_out",
+    "blocks.{}.hook_mlp_out": "mlp_out",
+    "blocks.{}.mlp.hook_out": "mlp_out",
+    "blocks.{}.attn.hook_z": "attn_z",
+}
+_V4 = {name: hook for table in TOOLS.values() for hook, name in table.items()}
+
+
+def from_tool(name: str, num_layers: int, streams: bool = True) -> Address | None:
+    """The hook (or alias) and layer of a tensor's name in another tool, on V4 (`streams`) or on an ordinary model; None
+    if it is no such name."""
+    match = re.fullmatch(r"([a-z]+(?:\.[a-z]+)?)\.(\d{1,5})([.:].+)", name, re.ASCII)
+    table = _V4 if streams else _ORDINARY
+    template = name if match is None else f"{match[1]}.{{}}{match[3]}"
+    hook = table.get(template)
+    if hook is None or (match is None) is ("{}" in template):
+        return None
+    return hook, num_layers - 1 if match is None else int(match[2])
+
+
+def select(
+    hook: str, layers: LayerSelector | None, schema: Mapping[str, HookSchema], num_layers: int
+) -> dict[int, Address]:
+    """The addresses of a hook at the selected layers, by layer; a name of another tool says its layer itself, and
+    hooks that fire once have only the last. `layers` may be None where the name says enough."""
+    address = from_tool(hook, num_layers, has_streams(schema))
+    if address is not None:
+        own = address[1]
+        if (
+            layers is not None
+            and not _once(address[0])
+            and layers.expand(num_layers) not in ((own,), tuple(range(num_layers)))
+        ):
+            raise SelectorError(
+                f"{hook} is a tensor of layer {own}, but other layers are selected. Leave the layers out.",
+                "layers",
+                "layer",
+            )
+        return {own: resolve(*address, schema, num_layers)}
+    if hook in schema and schema[hook].once:
+        return {num_layers - 1: (hook, num_layers - 1)}
+    if layers is None:
+        raise SelectorError(f'{quoted(hook)} needs layers: a list of them, or "all".', "layers", "empty")
+    return {layer: resolve(hook, layer, schema, num_layers) for layer in layers.expand(num_layers)}
+
+
+def has_streams(schema: Mapping[str, HookSchema]) -> bool:
+    """Whether this is the schema of a model with several residual streams."""
+    return "mhc_streams_final" in schema
+
 
 def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
     """Why this model does not have the hook, and what it has instead; None if it has it."""
-    streams = "mhc_streams_final" in schema
+    streams = has_streams(schema)
+    foreign = from_tool(hook, 1, streams)
+    if foreign is not None:
+        return refusal(foreign[0], schema)
     if (
         hook in schema
         or (hook == POST_BLOCK and "post_mlp" in schema)
@@ -79,17 +143,27 @@ def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 
-def resolve(hook: str, layer: int, schema: Mapping[str, HookSchema], num_layers: int) -> Address:
-    """The address where the tensor of this name and layer is tapped. Once-per-model hooks accept any layer."""
+def resolve(hook: str, layer: int | None, schema: Mapping[str, HookSchema], num_layers: int) -> Address:
+    """The address where the tensor of this name and layer is tapped. Once-per-model hooks accept any layer; a name of
+    another tool takes its own or None."""
     why = refusal(hook, schema)
     if why is not None:
         raise SiteError(why)
+    foreign = from_tool(hook, num_layers, has_streams(schema))
+    if foreign is not None:
+        if as_int(layer) is not None and layer != foreign[1] and not _once(foreign[0]):
+            raise SiteError(f"{hook} is a tensor of layer {foreign[1]}, not of {quoted(layer)}.")
+        hook, layer = foreign
     if hook in schema and schema[hook].once:
         return hook, num_layers - 1
-    if as_int(layer) is None or not -num_layers <= layer < num_layers:
+    if layer is None or as_int(layer) is None or not -num_layers <= layer < num_layers:
         nearest = f" Nearest: {hook}[{0 if layer < 0 else num_layers - 1}]." if isinstance(layer, int) else ""
         raise SiteError(f"{hook}[{quoted(layer)}]: this model has layers 0..{num_layers - 1}.{nearest}")
-    layer %= num_layers
+    return follow_alias(hook, layer % num_layers, num_layers)
+
+
+def follow_alias(hook: str, layer: int, num_layers: int) -> Address:
+    """The address that an alias stands for at a layer from 0; other hooks stand for themselves."""
     if hook == POST_BLOCK:
         return "post_mlp", layer
     if hook == STREAMS_POST_MLP:
@@ -98,8 +172,8 @@ def resolve(hook: str, layer: int, schema: Mapping[str, HookSchema], num_layers:
 
 
 def known_name(hook: str) -> bool:
-    """Whether any model has a hook or alias of this name."""
-    return hook in BY_NAME or hook in ALIASES
+    """Whether any model has a hook or alias of this name, or a tensor of this name in another tool."""
+    return hook in BY_NAME or hook in ALIASES or any(from_tool(hook, 1, kind) for kind in (True, False))
 
 
 def to_tool(tool: str, address: Address, num_layers: int) -> str | None:

@@ -7,7 +7,7 @@ Tensors have the names of the released checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.kernels.packed import PackedType
-from birkhoff.model.batch import Batch
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer
@@ -157,6 +157,18 @@ class Transformer(nn.Module):
         hidden, _ = self.run(Batch.whole(token_ids), Fresh(), tap or NoTap())
         logits: torch.Tensor = self.logits(hidden).unflatten(0, token_ids.shape)
         return logits
+
+    def run_texts(
+        self, texts: Sequence[Sequence[int]], tap: Callable[[Sequence[int]], Tap]
+    ) -> list[torch.Tensor]:
+        """Several whole texts in one pass -> hidden rows [T, d] of each, for `logits`.
+
+        `tap` is called with the row of each text's first token; a text's rows are consecutive."""
+        batch = Batch.of([SequenceChunk(index, 0, ids) for index, ids in enumerate(texts)], self.device)
+        first = {chunk.slot: offset for chunk, offset in zip(batch.chunks, batch.offsets)}
+        rows = [first[index] for index in range(len(texts))]
+        hidden, _ = self.run(batch, Fresh(), tap(rows))
+        return [hidden[row : row + len(ids)] for row, ids in zip(rows, texts)]
 
     def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """One step -> hidden rows [n, d] for `logits`, and the streams [n, m, d] that the MTP block reads."""

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import re
 
-_TRANSFORMER_LENS = {
-    "hook_resid_pre": "pre_attn",
-    "hook_resid_mid": "post_attn",
-    "hook_resid_post": "post_mlp",
-    "hook_attn_out": "attn_out",
-    "hook_mlp_out": "mlp_out",
-    "attn.hook_z": "attn_z",
-}
+from birkhoff.hooks.site_names import from_tool
+
 _TRANSFORMERS = {
     "output": "post_mlp",
     "self_attn.o_proj.input": "attn_z",
@@ -25,8 +19,8 @@ _TRANSFORMERS = {
 
 def site_of(hook_name: object) -> tuple[str, int] | None:
     """(hook, layer) of a tensor's name in another tool; None if it is no site of ours."""
-    match = re.fullmatch(r"(blocks|model\.layers)\.(\d{1,4})\.(.+)", str(hook_name))
+    name = str(hook_name)
+    match = re.fullmatch(r"model\.layers\.(\d{1,4})\.(.+)", name, re.ASCII)
     if match is None:
-        return None
-    table = _TRANSFORMER_LENS if match[1] == "blocks" else _TRANSFORMERS
-    return (table[match[3]], int(match[2])) if match[3] in table else None
+        return from_tool(name, 1, streams=False)
+    return (_TRANSFORMERS[match[2]], int(match[1])) if match[2] in _TRANSFORMERS else None

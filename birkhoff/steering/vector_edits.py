@@ -30,7 +30,6 @@ from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
-from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.position_rows import PositionRows
@@ -120,7 +119,10 @@ class VectorEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
         edit = self._from_module(modules)._with_vector_fields()
-        if edit.hook is None or edit.layers is None:
+        named = edit.hook is not None and site_names.from_tool(
+            edit.hook, num_layers, site_names.has_streams(schema)
+        )
+        if edit.hook is None or (edit.layers is None and not named):
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
                 "vector brings none. Give hook= and layers=."
@@ -128,12 +130,9 @@ class VectorEdit:
         why = site_names.refusal(edit.hook, schema)
         if why is not None:
             raise SteeringError(why)
-        once = edit.hook in BY_NAME and BY_NAME[edit.hook].once
-        layers = [num_layers - 1] if once else edit.layers.expand(num_layers)
         sites: dict[Key, SiteEdit] = {}
         operations: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
-        for layer in layers:
-            hook, at = site_names.resolve(edit.hook, layer, schema, num_layers)
+        for layer, (hook, at) in site_names.select(edit.hook, edit.layers, schema, num_layers).items():
             if not schema[hook].steerable:
                 steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
                 raise SteeringError(

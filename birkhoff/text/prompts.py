@@ -1,8 +1,8 @@
-"""Prompts as users pass them, text or token ids, and the checks of token ids."""
+"""Prompts as users pass them (text, token ids or chat messages) and the checks of token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from birkhoff.errors import ContextError, PromptError, TokenError, quoted
 from birkhoff.option_checks import as_int
 from birkhoff.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt (a text or token ids) rather than a list of prompts."""
+    """Whether `prompts` is one prompt (a text, token ids or chat messages) rather than a list of prompts."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, _ARRAYS) and prompts.ndim == 2:
@@ -27,7 +27,17 @@ def is_single(prompts: Any) -> bool:
     return len(items) > 0 and not isinstance(items[0], (str, Sequence, *_ARRAYS))
 
 
-def check_ids(token_ids: Sequence[int], config: ModelConfig) -> list[int]:
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is a conversation: a list of chat messages."""
+    items = (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes, bytearray, memoryview))
+        and prompt
+    )
+    return bool(items) and isinstance(prompt[0], Mapping)
+
+
+def check_ids(token_ids: Any, config: ModelConfig) -> list[int]:
     """Return token ids as a list of ints within the model's vocabulary and context; raise a `PromptError` or
     `TokenError` otherwise."""
     ids, last = _as_list(token_ids), config.vocab_size - 1
@@ -82,6 +92,6 @@ def _as_list(values: Any) -> list[Any]:
         return list(values)
     kind = f"an array of {values.ndim} axes" if isinstance(values, _ARRAYS) else type(values).__name__
     raise PromptError(
-        f"{kind} was given where a list of token ids was expected. Text goes into generate, chat and stream as str "
-        "(decode bytes first); elsewhere encode it with engine.tokenizer.encode."
+        f"{kind} was given where a prompt was expected: a text (decode bytes first), a list of token ids, or a list of "
+        "chat messages."
     )

@@ -264,10 +264,18 @@ def test_a_trace_of_some_hooks(idle):
     }
     assert len(idle.trace(IDS, hooks=[])) == 0
     for bad in ("post_mlp", ["mlp_out", "nowhere"], 5, [5], [["mlp_out"]], None):
-        with pytest.raises(SiteError, match=r"is not a hook of this model. It has: final_hidden"):
+        with pytest.raises(SiteError, match=r"(It|This model) has: final_hidden"):
             idle.trace(IDS, hooks=bad)
     trace = idle.trace(IDS, hooks="mlp_out")
-    for key in (("mlp_out", 6), ("mlp_out", -1), ("pre_attn", 0), "mlp_out"):
+    for key in (
+        ("mlp_out", 6),
+        ("mlp_out", -7),
+        ("mlp_out", True),
+        ("pre_attn", 0),
+        "pre_attn",
+        5,
+        "blocks.7.hook_in",
+    ):
         with pytest.raises(SiteError, match="This trace holds mlp_out"):
             trace[key]
 

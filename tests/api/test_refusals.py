@@ -82,7 +82,20 @@ def test_prompts(idle, prompt, kind, says):
         )
 
 
-ODD_IDS = ["text", b"abc", 5, None, [], [512], [True], [1.5], [[1, 2]], torch.zeros(2, 2, dtype=torch.long)]
+ODD_IDS = [
+    "",
+    b"abc",
+    5,
+    None,
+    [],
+    [512],
+    [True],
+    [1.5],
+    [[1, 512]],
+    ["a", ""],
+    [[]],
+    torch.zeros(2, 2, 2).long(),
+]
 
 
 @pytest.mark.parametrize("ids", ODD_IDS, ids=str)

@@ -121,6 +121,21 @@ def steered(pair):
     return engine, reference, cases("mlp_in" if reference.parallel else "post_attn")
 
 
+def test_several_prompts_run_padded_and_give_what_each_gives_alone(pair):
+    """Texts of different lengths in one pass, with edits of one of them; padding at the end changes nothing."""
+    engine, _ = pair
+    edits = [None, [Add(V1, "mlp_out", [1])], None]
+    batch = engine.trace(PROMPTS[:3], steer=edits)
+    assert batch.lengths == [30, 9, 14] and batch["mlp_out", 1].shape == (3, 30, D)
+    for prompt, steer, trace in zip(PROMPTS, edits, batch):
+        alone = engine.trace(prompt, steer=steer)
+        close(trace.logits, alone.logits, "logits")
+        for key in alone:
+            close(trace[key], alone[key].float(), key)
+    assert torch.equal(trace["blocks.1.hook_resid_pre"], trace["pre_attn", 1])
+    assert torch.equal(trace["blocks.2.hook_resid_post"], trace["post_mlp", 2])
+
+
 def test_every_site_equals_a_plain_forward_hook(pair):
     engine, reference = pair
     logits, seen = reference.forward(PROMPTS[0])

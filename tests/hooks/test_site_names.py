@@ -124,7 +124,8 @@ def test_ordinary_names_resolve_to_themselves(hook, layer):
 
 
 def test_known_names():
-    assert all(known_name(name) for name in [*BY_NAME, *ALIASES]) and not known_name("blocks.0.hook_in")
+    assert all(known_name(name) for name in [*BY_NAME, *ALIASES]) and known_name("blocks.0.hook_in")
+    assert not known_name("blocks.0.hook_none") and not known_name("blocks.{}.hook_in")
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -11,17 +11,21 @@ from birkhoff.hooks.site_names import Address
 
 
 class Acts(Mapping[Address, SiteRows]):
-    """`acts[hook, layer]`. Keys may be the names used in the request: aliases and negative layers included."""
+    """`acts[hook, layer]`, by layer and then by the order of the forward pass. Keys may be the names used in the
+    request: aliases, negative layers, and names of other tools (`acts["blocks.4.hook_in"]`)."""
 
     def __init__(self, resolved: ResolvedCapture, rows: Mapping[Address, SiteRows], missing: list[int]):
         self._resolved = resolved
         self._rows = dict(rows)
         self.missing = missing
 
-    def __getitem__(self, key: Address) -> SiteRows:
-        return self._rows[self._resolved.address(*key)]
+    def __getitem__(self, key: Address | str) -> SiteRows:
+        hook, layer = (key, None) if isinstance(key, str) else key
+        return self._rows[self._resolved.address(hook, layer)]
 
     def __contains__(self, key: object) -> bool:
+        if isinstance(key, str):
+            return any(hook == key for hook, _ in self._resolved.requested)
         return key in self._rows or key in self._resolved.requested
 
     def __iter__(self) -> Iterator[Address]:

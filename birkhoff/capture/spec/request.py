@@ -23,7 +23,7 @@ from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector
-from birkhoff.hooks.site_names import Address
+from birkhoff.hooks.site_names import Address, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 
 _DESTINATION_FIELDS = ("request_id", "tag", "layout", "return")  # not part of the digest of a capture
@@ -181,10 +181,21 @@ class ResolvedCapture:
     estimate: Estimate
     returns: str
 
-    def address(self, hook: str, layer: int) -> Address:
-        """Address of rows requested as (hook, layer); aliases and negative layers are accepted."""
+    def address(self, hook: str, layer: int | None) -> Address:
+        """Address of rows requested as (hook, layer); aliases and negative layers are accepted. The layer may be None
+        if the hook was captured at one layer."""
         if hook in BY_NAME and BY_NAME[hook].once:
             layer = self.num_layers - 1
+        for streams in (True, False):  # a name of another tool for what was requested by ours
+            foreign = from_tool(hook, self.num_layers, streams)
+            address = None if foreign is None else follow_alias(*foreign, self.num_layers)
+            if address in self.addresses and layer in (None, foreign and foreign[1]):
+                return address
+        if layer is None:
+            layers = [at for name, at in self.requested if name == hook]
+            if len(layers) > 1:
+                raise SiteError(f"{hook} was captured at layers {layers}. Say which: acts[hook, layer].")
+            layer = layers[0] if layers else -1
         key = (hook, layer + self.num_layers if layer < 0 else layer)
         if key in self.requested:
             return self.requested[key]

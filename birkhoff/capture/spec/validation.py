@@ -228,6 +228,8 @@ def _layer_selectors(
     for hook, selector in parsed.items():
         if context is not None:
             selector.check(context.num_layers, where[hook])
+            if site_names.from_tool(hook, context.num_layers, site_names.has_streams(context.schema)):
+                site_names.select(hook, selector, context.schema, context.num_layers)
     for hook, selector in parsed.items():
         selector.check_not_empty(where[hook])
     return parsed
@@ -305,9 +307,8 @@ def _resolve(
 ) -> Resolution:
     requested: dict[Address, Address] = {}
     for hook, layers in values["hooks"].items():
-        once = hook in context.schema and context.schema[hook].once
-        for layer in (context.num_layers - 1,) if once else layers.expand(context.num_layers):
-            requested[hook, layer] = site_names.resolve(hook, layer, context.schema, context.num_layers)
+        addresses_of = site_names.select(hook, layers, context.schema, context.num_layers)
+        requested |= {(hook, layer): address for layer, address in addresses_of.items()}
     addresses = tuple(sorted(set(requested.values()), key=lambda at: (at[1], BY_NAME[at[0]].id)))
     schemas = {hook: context.schema[hook] for hook, _ in addresses}
     _streams_exist(values["streams"], schemas, f"{path}.streams")

@@ -1,0 +1,259 @@
+"""What a traced forward pass returns: the tensors of its hooks by (hook, layer), for one text or for several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from birkhoff.atomic_file import save_tensors
+from birkhoff.errors import DataError, SiteError, quoted
+from birkhoff.hooks.site_names import Address, follow_alias, from_tool
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.option_checks import as_int
+from birkhoff.small_file import check_regular
+
+_FORMAT = "birkhoff trace 1"
+
+
+class Trace(Mapping[Address, torch.Tensor]):
+    """The tensors of one text: a mapping from (hook, layer) to `[T, *row_shape]`.
+
+        trace["mlp_out", 3]          [T, d]
+        trace["mlp_out", -1]         the last layer
+        trace["mlp_out"]             [layers, T, d]: stacked over the traced layers, see `layers`
+        trace["blocks.3.hook_in"]    by the name of the tensor in TransformerLens
+        trace.logits                 [T, vocab], next-token logits at every position
+
+    Keys are ordered by layer, then in the order of the table of hooks, as those of `output.acts`. Hooks that fire once
+    per model have the index of the last layer, and no layer axis when asked for by name. `token_ids` and `tokens` are
+    the text; `tokens` is None for a model without a tokenizer."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        tensors: Mapping[Address, torch.Tensor],
+        num_layers: int,
+        streams: bool = True,
+        token_ids: Sequence[int] = (),
+        tokens: Sequence[str] | None = None,
+    ):
+        """`streams`: whether the model has several residual streams, which decides what names of other tools mean."""
+        self.logits = logits
+        order = sorted(tensors, key=lambda address: (address[1], BY_NAME[address[0]].id))
+        self._tensors = {address: tensors[address] for address in order}
+        self.num_layers = num_layers
+        self.streams = streams
+        self.token_ids = list(token_ids)
+        self.tokens = None if tokens is None else list(tokens)
+
+    @property
+    def sites(self) -> set[Address]:
+        """The keys as a set."""
+        return set(self._tensors)
+
+    @property
+    def hooks(self) -> list[str]:
+        """The traced hooks, in the order of the keys."""
+        return list(dict.fromkeys(hook for hook, _ in self._tensors))
+
+    def layers(self, hook: str) -> list[int]:
+        """The layers at which a hook was traced, ascending; empty if it was not."""
+        foreign = from_tool(hook, self.num_layers, self.streams)
+        if foreign is not None:
+            return [foreign[1]] if self._address(foreign) in self._tensors else []
+        return [
+            layer
+            for layer in range(self.num_layers)
+            if follow_alias(hook, layer, self.num_layers) in self._tensors
+        ]
+
+    def __iter__(self) -> Iterator[Address]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self.layers(key)) if isinstance(key, str) else self._address(key) in self._tensors
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except SiteError:
+            return default
+
+    def __getitem__(self, key: Address | str) -> torch.Tensor:
+        if not isinstance(key, str):
+            address = self._address(key)
+            if address not in self._tensors:
+                raise self._missing(key)
+            return self._tensors[address]
+        layers = self.layers(key)
+        if not layers:
+            raise self._missing(key)
+        foreign = from_tool(key, self.num_layers, self.streams)
+        if foreign is not None:
+            return self[foreign]
+        if key in BY_NAME and BY_NAME[key].once:
+            return self[key, layers[0]]
+        return torch.stack([self[key, layer] for layer in layers])
+
+    def _address(self, key: Any) -> Any:
+        """The address a key stands for: aliases, names of other tools and negative layers are followed; anything else
+        is no key."""
+        if (
+            not isinstance(key, tuple)
+            or len(key) != 2
+            or not isinstance(key[0], str)
+            or as_int(key[1]) is None
+        ):
+            return None
+        hook, layer = key[0], int(key[1])
+        foreign = from_tool(hook, self.num_layers, self.streams)
+        if foreign is not None:
+            return follow_alias(*foreign, self.num_layers) if layer == foreign[1] else None
+        if not -self.num_layers <= layer < self.num_layers:
+            return None
+        if hook in BY_NAME and BY_NAME[hook].once:
+            return hook, self.num_layers - 1
+        return follow_alias(hook, layer % self.num_layers, self.num_layers)
+
+    def _missing(self, key: Any) -> SiteError:
+        return SiteError(
+            f"{quoted(key)} was not traced. This trace holds {', '.join(sorted(self.hooks)) or 'nothing'}; ask with "
+            f"trace[hook, layer], layers 0..{self.num_layers - 1} (or from -{self.num_layers}), or trace[hook] for all."
+        )
+
+    def numpy(self) -> dict[Address, np.ndarray[Any, Any]]:
+        """All tensors as NumPy arrays by (hook, layer); bfloat16 becomes float32, which NumPy has."""
+        return {key: _to_numpy(tensor) for key, tensor in self._tensors.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file: tensors named `hook.layer`, the logits, and the text in the metadata. The file is
+        complete under its name or absent. `Trace.load` reads it back."""
+        tensors = {f"{hook}.{layer}": tensor for (hook, layer), tensor in self._tensors.items()}
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        stored["logits"] = self.logits.detach().cpu().contiguous()
+        facts = {
+            "num_layers": self.num_layers,
+            "streams": self.streams,
+            "token_ids": self.token_ids,
+            "tokens": self.tokens,
+        }
+        save_tensors(path, stored, {"format": _FORMAT, "trace": json.dumps(facts)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace that `save` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            check_regular(path)
+            with safe_open(str(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise DataError(f"{path} is no trace: its format is {quoted(metadata.get('format'))}.")
+                facts = json.loads(metadata["trace"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            logits = tensors.pop("logits")
+            sites = {}
+            for name, tensor in tensors.items():
+                hook, _, layer = name.rpartition(".")
+                sites[hook, int(layer)] = tensor
+            return cls(logits, sites, **facts)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} cannot be read as a trace: {error}. Write it with trace.save(path)."
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.token_ids)} tokens; {', '.join(self.summary()) or 'no hooks'})"
+
+    def summary(self) -> list[str]:
+        """One line per hook: its layers and the shape of its tensors."""
+        lines = []
+        for hook in self.hooks:
+            layers = self.layers(hook)
+            whole = layers == list(range(layers[0], layers[-1] + 1))
+            named = f"{layers[0]}..{layers[-1]}" if whole and len(layers) > 1 else ", ".join(map(str, layers))
+            lines.append(f"{hook}[{named}] {list(self[hook, layers[0]].shape)}")
+        return lines
+
+
+class TraceBatch(Sequence[Trace]):
+    """The traces of several texts, from one call.
+
+    Ragged: `batch[0]` is the `Trace` of the first text, without padding. Padded: `batch["mlp_out", 3]` is
+    `[texts, T, d]` with T the longest text, `batch["mlp_out"]` is `[texts, layers, T, d]`, and `batch.logits`
+    `[texts, T, vocab]`; shorter texts have zeros on the right. `batch.mask` `[texts, T]` is True where there is a
+    token, `batch.lengths` are the numbers of tokens."""
+
+    padding = "right"
+
+    def __init__(self, traces: Sequence[Trace]):
+        self._traces = list(traces)
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(trace.token_ids) for trace in self._traces]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[texts, T] bool, True where there is a token."""
+        return torch.arange(max(self.lengths)) < torch.tensor(self.lengths).unsqueeze(-1)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[texts, T, vocab], padded on the right with zeros."""
+        return _pad([trace.logits for trace in self._traces], 0)
+
+    def keys(self) -> list[Address]:
+        """The (hook, layer) of every trace, in their order."""
+        return list(self._traces[0])
+
+    @overload
+    def __getitem__(self, key: int) -> Trace: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Trace]: ...
+    @overload
+    def __getitem__(self, key: Address | str) -> torch.Tensor: ...
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (int, slice)) and not isinstance(key, bool):
+            return self._traces[key]
+        tensors = [trace[key] for trace in self._traces]
+        stacked = (
+            isinstance(key, str)
+            and from_tool(key, self._traces[0].num_layers, self._traces[0].streams) is None
+        )
+        once = isinstance(key, str) and key in BY_NAME and BY_NAME[key].once
+        return _pad(tensors, 1 if stacked and not once else 0)
+
+    def __repr__(self) -> str:
+        return (
+            f"TraceBatch({len(self)} texts of {', '.join(map(str, self.lengths))} tokens; batch[i] is ragged, "
+            f"batch[hook, layer] is padded on the right to {max(self.lengths)})"
+        )
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    host = tensor.detach().cpu()
+    array: np.ndarray[Any, Any] = (host.float() if host.dtype is torch.bfloat16 else host).numpy()
+    return array
+
+
+def _pad(tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Stack tensors that differ in the length of one axis; the ends are filled with zeros."""
+    shape = list(tensors[0].shape)
+    shape[axis] = max(tensor.shape[axis] for tensor in tensors)
+    padded = tensors[0].new_zeros(len(tensors), *shape)
+    for row, tensor in zip(padded, tensors):
+        row.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+    return padded

@@ -14,6 +14,7 @@ from birkhoff.analysis.attention import attention
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.forward import features, logits, texts_of, trace
 from birkhoff.analysis.lens import compute_lens
+from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.call_sampling import CallSampling
 from birkhoff.api.driver import Driver, RequestOutput
@@ -47,7 +48,7 @@ from birkhoff.text.chat_format import ChatFormat
 from birkhoff.text.output_stream import ChatStream, TextStream
 from birkhoff.text.prompts import Prompt, check_ids, check_length, is_messages, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
-from birkhoff.trace import TraceBatch
+from birkhoff.trace import Trace, TraceBatch
 
 
 class Engine:
@@ -173,6 +174,53 @@ class Engine:
         texts, single = texts_of(self, prompts)
         readouts = attention(self, texts, position, steer)
         return readouts[0] if single else readouts
+
+    def patch(
+        self,
+        prompt: Prompt,
+        source: Any,
+        hook: str,
+        layers: Any = None,
+        *,
+        where: Any = None,
+        align: str = "position",
+        streams: Any = None,
+        scale: float = 1.0,
+        hooks: Any = (),
+        steer: Steering = None,
+    ) -> Trace:
+        """Run a prompt with activations of another run, and return its `Trace` (its logits, and `hooks` if any).
+
+        `source` is a `Trace`, captured rows (`output.acts`), or another prompt, which is run first. Its rows at `hook`
+        and `layers` replace those of the prompt, at the positions `where` selects (all by default). `align` says
+        which row goes where: "position", or "tokens" for texts of different length. To generate with the same patch,
+        pass `Patch(source, hook, layers, align=...)` in `steer`."""
+        self._core.check_open()
+        options = {"where": where, "align": align, "streams": streams, "scale": scale}
+        return patch(self, prompt, source, hook, layers, hooks, steer, options)
+
+    def patch_sweep(
+        self,
+        clean: Any,
+        corrupt: Prompt,
+        metric: Any,
+        over: str | Sequence[str],
+        *,
+        layers: Any = "all",
+        positions: Any = "each",
+        streams: Any = None,
+        align: str = "position",
+        steer: Steering = None,
+    ) -> PatchSweep:
+        """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run.
+
+        `over` is a hook, or a list of hooks. There is a cell for each hook, each of `layers` and each of `positions`
+        ("each", a list, or None for all positions together); with `streams` ("each" or a list) also for each stream.
+        `metric` is a token (a text or an id): its logit at the end; two tokens: the difference of their logits; or a
+        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks. Cells run
+        side by side: the sweep takes as many passes as its tokens fill."""
+        self._core.check_open()
+        return patch_sweep(self, clean, corrupt, metric, over, layers, positions, streams, align, steer)
 
     @property
     def modules(self) -> NamedVectors:

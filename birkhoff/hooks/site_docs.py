@@ -108,9 +108,10 @@ def _tools() -> str:
     )
     return f"""## Names in other tools
 
-Wherever a hook is named (captures, edits, traces, `features`, contrasts, request fields) these names may stand instead; they
-say the layer themselves: `Add(v, "blocks.4.mlp.hook_out")`, `trace["blocks.4.hook_in"]`. On ordinary models the names of
-TransformerLens are `hook_resid_pre`, `hook_resid_mid`, `hook_resid_post`, `hook_attn_out`, `hook_mlp_out` and `attn.hook_z`.
+Wherever a hook is named (captures, edits, traces, `features`, contrasts, request fields) these names may stand instead.
+They say the layer themselves: `Add(v, "blocks.4.mlp.hook_out")`, `trace["blocks.4.hook_in"]`. On ordinary models the
+names of TransformerLens are `hook_resid_pre`, `hook_resid_mid`, `hook_resid_post`, `hook_attn_out`, `hook_mlp_out` and
+`attn.hook_z`, each after `blocks.i.`.
 
 `i` is the layer. For `transformers`, `:input` is a module's first argument and `:output[n]` an element of its output;
 `moe_topk` is parts 2 and 1 of `mlp.gate`, stacked. Some early ports of V4 store the mixer as `[to, from]`: rows and

@@ -1,9 +1,10 @@
 """`POST /v1/patch_sweep`: activation patching over layers and positions.
 
-The source text is run once and its activations are stored under a name; then the target text is run once per layer and
-position with the source's activation patched in. Each cell is the logit difference of two tokens at the end of the
-target; `target` and `source` are the values of the unpatched texts. Patches of later calls can name the stored run,
-`{"source": {"run": NAME}}`, until `DELETE /v1/patch_source/{run}`. Both routes need the steering key.
+The source text is run once and its activations are stored under a name; then the target text is run with the source's
+activation patched in, once per layer and position, many of them in one pass. Each cell is the logit difference of two
+tokens at the end of the target; `target` and `source` are the values of the unpatched texts. Patches of later calls can
+name the stored run, `{"source": {"run": NAME}}`, until `DELETE /v1/patch_source/{run}`. Both routes need the steering
+key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import LogitsError
 from birkhoff.hooks.layers import parse_layers
+from birkhoff.hooks.site_names import select
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
@@ -74,9 +76,9 @@ class PatchingRoutes:
         last = engine.config.vocab_size - 1
         if max(body.metric.token, body.metric.other) > last:
             raise bad_request(f"metric: this model has ids 0..{last}.", "metric")
-        once = body.hook in engine.schema and engine.schema[body.hook].once
-        count = engine.config.num_hidden_layers
-        layers = [count - 1] if once else list(parse_layers(body.layers).expand(count))
+        layers = list(
+            select(body.hook, parse_layers(body.layers), engine.schema, engine.config.num_hidden_layers)
+        )
         shared = min(len(source), len(target))
         positions = list(range(shared))
         if body.positions is not None:
@@ -102,20 +104,15 @@ class PatchingRoutes:
         source_run = engine.submit_prompt(source, Capture({body.hook: layers}, "all_prompt"))
         engine.runs[name] = dict(engine.wait_for_acts(source_run))
 
-        def logit_difference(ids: list[int], edits: Any = None) -> float:
-            logits = engine.logits(ids, edits)[-1]
-            return float(logits[body.metric.token] - logits[body.metric.other])
-
-        def patch(layer: int, position: int) -> list[Any]:
-            edit: dict[str, Any] = {"op": "patch", "at": {"hook": body.hook, "layers": [layer]}}
-            edit |= {"source": {"run": name, "layer": layer}, "where": {"prompt": [position]}}
-            return engine.edits_from_json({"interventions": [edit]})
-
         try:
-            grid = [
-                [logit_difference(target, patch(layer, position)) for position in positions]
-                for layer in layers
-            ]
+            sweep = engine.patch_sweep(
+                source,
+                target,
+                (body.metric.token, body.metric.other),
+                body.hook,
+                layers=layers,
+                positions=positions,
+            )
         except BaseException:
             engine.runs.pop(name, None)
             raise
@@ -124,7 +121,7 @@ class PatchingRoutes:
             "hook": body.hook,
             "layers": layers,
             "positions": positions,
-            "source": logit_difference(source),
-            "target": logit_difference(target),
-            "grid": grid,
+            "source": sweep.clean,
+            "target": sweep.corrupt,
+            "grid": sweep.values.tolist(),
         }

@@ -1,9 +1,11 @@
-"""Rows by position for patches, such as the rows that another run had at those positions."""
+"""Rows by position for patches, such as the rows that another run had at those positions, and their alignment with the
+tokens of the text they are patched into."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
@@ -101,3 +103,85 @@ class PositionRows:
         if any(as_int(position) is None for position in positions) or len(set(positions)) != len(positions):
             raise SteeringError(f"positions is {quoted(list(positions))}, expected whole numbers, each once.")
         return cls(dict(zip(positions, rows)))
+
+
+ALIGN = ("position", "tokens")
+
+
+class RunRows:
+    """The rows of another run by (hook, layer), as the source of patches: a `Trace`, or captured rows (`output.acts`).
+
+    Which of them a patch uses depends on the hook and layers of the edit and on the text it is applied to."""
+
+    def __init__(self, rows: Mapping[Any, Any]):
+        self._rows = rows
+        self._trace_ids = getattr(rows, "token_ids", None)
+
+    def __repr__(self) -> str:
+        return f"RunRows({', '.join(f'{hook}[{layer}]' for hook, layer in self._rows)})"
+
+    def to_json(self) -> Any:
+        raise SteeringError(
+            "a patch from a whole run has no JSON form. Name the run (engine.runs), or patch with the rows of one site."
+        )
+
+    def at_site(
+        self,
+        address: tuple[str, int],
+        target: Sequence[int] | int | None,
+        align: str,
+        only: Collection[int] | None,
+    ) -> PositionRows:
+        """The rows of one site by position of the target text; `only` selects among those positions."""
+        if address not in self._rows:
+            known = ", ".join(dict.fromkeys(hook for hook, _ in self._rows)) or "nothing"
+            raise SteeringError(
+                f"the source of this patch has no rows of {address[0]}[{address[1]}]; it holds {known}. Trace or "
+                "capture that hook at these layers."
+            )
+        rows = self._rows[address]
+        if hasattr(rows, "positions"):
+            captured = PositionRows.captured(rows)
+            source, ids = captured.positions, tuple(rows.token_ids)
+            tensor = rows.tensor
+        else:
+            tensor, source = rows, tuple(range(len(rows)))
+            ids = tuple(self._trace_ids or ())
+        place = {position: row for row, position in enumerate(source)}
+        matches = {position: position for position in source}
+        if align == "tokens" and target is not None:
+            if isinstance(target, int) or len(ids) != len(source) or source != tuple(range(len(source))):
+                raise SteeringError(
+                    "align='tokens' compares the tokens of two whole texts, but the rows of the source are not those "
+                    "of a whole text. Use a trace, or capture all positions."
+                )
+            matches = align_tokens(ids, target)
+        if only is not None:
+            missing = sorted(position for position in only if position not in matches)
+            if missing and (align == "position" or len(missing) == len(only)):
+                raise SteeringError(
+                    f"where selects position {missing[0]}, for which the source has no row. Leave it out, or patch "
+                    "from a text that has it."
+                )
+            matches = {position: matches[position] for position in only if position in matches}
+        if not matches:
+            raise SteeringError(
+                "the two texts have no token in common, so nothing is aligned. Use align='position'."
+            )
+        return PositionRows(
+            {position: tensor[place[origin]].detach().flatten() for position, origin in matches.items()}
+        )
+
+
+def align_tokens(source: Sequence[int], target: Sequence[int]) -> dict[int, int]:
+    """Positions of `target` and the positions of `source` they correspond to.
+
+    Equal tokens in the same order correspond. Where the texts differ, runs of equal length correspond one to one, and
+    of runs of different length the last tokens, such as the last token of a name."""
+    matches: dict[int, int] = {}
+    for kind, a, a_end, b, b_end in SequenceMatcher(None, source, target, autojunk=False).get_opcodes():
+        if a_end - a == b_end - b:
+            matches |= dict(zip(range(b, b_end), range(a, a_end)))
+        elif kind == "replace":
+            matches[b_end - 1] = a_end - 1
+    return matches

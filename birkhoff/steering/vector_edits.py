@@ -32,7 +32,7 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.option_checks import as_int
 from birkhoff.steering.hashes import site_part
-from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
@@ -119,9 +119,10 @@ class VectorEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
         edit = self._from_module(modules)._with_vector_fields()
-        named = edit.hook is not None and site_names.from_tool(
-            edit.hook, num_layers, site_names.has_streams(schema)
-        )
+        named = edit.hook is not None and (
+            site_names.from_tool(edit.hook, num_layers, site_names.has_streams(schema)) is not None
+            or (edit.hook in schema and schema[edit.hook].once)
+        )  # the hook says its layer itself
         if edit.hook is None or (edit.layers is None and not named):
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
@@ -132,6 +133,7 @@ class VectorEdit:
             raise SteeringError(why)
         sites: dict[Key, SiteEdit] = {}
         operations: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
+        at_layers: list[VectorEdit] = []
         for layer, (hook, at) in site_names.select(edit.hook, edit.layers, schema, num_layers).items():
             if not schema[hook].steerable:
                 steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
@@ -151,16 +153,30 @@ class VectorEdit:
             path = edit.path if hook.startswith("mhc_streams") else "both"
             if hook == "mhc_streams_final" and path == "carry":
                 path = "both"  # everything after it reads the carried streams
-            vector = edit.vector if edit.vector == 0 else edit.vector.at(layer)
+            at_layer = edit._at_address((hook, at), layer, prompt, max_tokens)
+            vector = at_layer.vector
             if (hook, id(vector)) not in operations:
                 values = torch.zeros(schema[hook].width) if vector == 0 else vector.tensor()
-                operations[hook, id(vector)] = edit._at_site(values, schema[hook], hook, path)
+                operations[hook, id(vector)] = at_layer._at_site(values, schema[hook], hook, path)
+                at_layers.append(at_layer)
             sites[hook, at] = operations[hook, id(vector)]
         if prompt is None:
             return ResolvedEdit(sites, None, edit.phase)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
         length = prompt if isinstance(prompt, int) else len(prompt)
-        return ResolvedEdit(sites, selector, edit.phase, edit._positions(length + max_tokens), length)
+        positions = {at_layer._positions(length + max_tokens) for at_layer in at_layers}
+        if len(positions) > 1:
+            raise SteeringError(
+                "the source has rows of different positions at different sites. Patch them with one edit each."
+            )
+        return ResolvedEdit(sites, selector, edit.phase, positions.pop(), length)
+
+    def _at_address(
+        self, address: Key, layer: int, prompt: Sequence[int] | int | None, max_tokens: int
+    ) -> Self:
+        """The edit with the vector for one site."""
+        vector = self.vector if self.vector == 0 else self.vector.at(layer)
+        return self if vector is self.vector else replace(self, vector=vector)
 
     def _positions(self, text_len: int) -> frozenset[int] | None:
         """The positions that this edit has rows for; None if it is the same at all positions."""
@@ -171,7 +187,7 @@ class VectorEdit:
         if late:
             raise SteeringError(
                 f"there is a row for position {late[0]}, but the last token that is run stands at {end - 1}. Leave it "
-                "out, or patch a longer text."
+                "out (where=), align a run by its tokens (align='tokens'), or patch a longer text."
             )
         return frozenset(self.vector.positions)
 
@@ -307,15 +323,42 @@ class Project(VectorEdit):
 
 @dataclass(frozen=True)
 class Patch(VectorEdit):
-    """`vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, or
-    captured rows (`output.acts[hook, layer]`). With rows by position only those positions are patched."""
+    """`vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, captured
+    rows (`output.acts[hook, layer]`), or a whole run (a `Trace`, `output.acts`), of which the rows of the edit's hook
+    and layers are used. With rows by position only those positions are patched.
+
+    `align` says which row of a run goes where: "position" keeps positions, "tokens" aligns the two texts token by
+    token (`align_tokens`), for texts of different length."""
+
+    align: str = "position"
 
     op: ClassVar[str] = "patch"
 
+    def _check(self) -> None:
+        if self.align not in ALIGN:
+            raise SteeringError(f"align is {quoted(self.align)}, expected one of {', '.join(ALIGN)}.")
+        if self.align != "position" and not isinstance(self.vector, RunRows):
+            raise SteeringError(
+                "align='tokens' needs the rows of a run with its tokens: a Trace, or output.acts. Leave align out."
+            )
+
+    def _at_address(
+        self, address: Key, layer: int, prompt: Sequence[int] | int | None, max_tokens: int
+    ) -> Self:
+        if not isinstance(self.vector, RunRows):
+            return VectorEdit._at_address(self, address, layer, prompt, max_tokens)
+        only: Sequence[int] | None = None
+        if self.where is not None and prompt is not None and not isinstance(prompt, int):
+            selector = bind(self.where, prompt, max_tokens, "where")
+            only = list(offsets(self.phase, selector, 0, prompt, len(prompt)))
+        return replace(self, vector=self.vector.at_site(address, prompt, self.align, only), align="position")
+
     @staticmethod
     def _source(value: Any) -> Any:
-        if isinstance(value, PositionRows) or (type(value) in (int, float) and value == 0):
+        if isinstance(value, (PositionRows, RunRows)) or (type(value) in (int, float) and value == 0):
             return value
+        if isinstance(value, Mapping) and value and isinstance(next(iter(value)), tuple):
+            return RunRows(value)
         if isinstance(value, Mapping) and "positions" in value:
             return PositionRows.from_json(value)
         if hasattr(value, "tensor") and hasattr(value, "positions"):

@@ -136,6 +136,17 @@ def test_several_prompts_run_padded_and_give_what_each_gives_alone(pair):
     assert torch.equal(trace["blocks.2.hook_resid_post"], trace["post_mlp", 2])
 
 
+def test_a_patch_sweep_equals_single_patches(pair):
+    engine, _ = pair
+    clean, corrupt = PROMPTS[1], PROMPTS[5]
+    sweep = engine.patch_sweep(clean, corrupt, 7, "mlp_out", layers=[0, 2], positions=[3, -1])
+    source = engine.trace(clean, "mlp_out")
+    for i, layer in enumerate((0, 2)):
+        for j, position in enumerate((3, 8)):
+            alone = engine.logits(corrupt, [Patch(source, "mlp_out", [layer], where=[position])])
+            assert abs(float(sweep.values[i, j]) - float(alone[-1, 7])) < 1e-4
+
+
 def test_every_site_equals_a_plain_forward_hook(pair):
     engine, reference = pair
     logits, seen = reference.forward(PROMPTS[0])

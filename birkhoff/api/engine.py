@@ -14,6 +14,7 @@ from birkhoff.analysis.attention import attention
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.forward import features, logits, texts_of, trace
 from birkhoff.analysis.lens import compute_lens
+from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
 from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.call_sampling import CallSampling
@@ -221,6 +222,17 @@ class Engine:
         side by side: the sweep takes as many passes as its tokens fill."""
         self._core.check_open()
         return patch_sweep(self, clean, corrupt, metric, over, layers, positions, streams, align, steer)
+
+    def logit_attribution(
+        self, prompt: Prompt, token: Any = None, position: int = -1, steer: Steering = None
+    ) -> LogitAttribution:
+        """The logit of a token as a sum over everything written to the residual streams, exact given the weights and
+        the norm of the same forward pass: per layer, sublayer, head, expert and stream.
+
+        `token` is a text of one token or an id, by default the most likely one; two tokens give the difference of their
+        logits. `position` is the token after which it is predicted."""
+        self._core.check_open()
+        return logit_attribution(self, prompt, token, position, steer)
 
     @property
     def modules(self) -> NamedVectors:

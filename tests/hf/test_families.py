@@ -10,7 +10,7 @@ import torch
 
 from birkhoff import Add, Capture, Clamp, Patch, Project, Sae, SaeReconstruct, SaeSet
 from birkhoff.capture.store.reader import read_request
-from birkhoff.errors import SiteError
+from birkhoff.errors import SiteError, UnsupportedModel
 from birkhoff.hooks.site_names import resolve
 from tests.hf.models import LAYERS, VOCAB, D
 
@@ -145,6 +145,40 @@ def test_a_patch_sweep_equals_single_patches(pair):
         for j, position in enumerate((3, 8)):
             alone = engine.logits(corrupt, [Patch(source, "mlp_out", [layer], where=[position])])
             assert abs(float(sweep.values[i, j]) - float(alone[-1, 7])) < 1e-4
+
+
+def test_the_terms_of_a_logit(pair):
+    """They sum to the logit; without biases the outputs of the sublayers alone do. Heads sum to their sublayer."""
+    engine, _ = pair
+    ids, network = PROMPTS[1], engine.model.network
+    found = engine.logit_attribution(ids, 7, position=4)
+    logit = float(engine.logits(ids)[4, 7])
+    cap = engine.config.raw.get("final_logit_softcapping")
+    capped = found.logit if cap is None else cap * float(np.tanh(found.logit / cap))
+    assert abs(capped - logit) < 1e-4 and abs(found.total - found.logit) < 1e-4
+    norm = network.get_submodule(engine.model.family.norm)
+    bias = getattr(norm, "bias", None)
+    constant = (
+        0.0
+        if bias is None
+        else float((network.get_output_embeddings().weight[7].double() @ bias.double()).detach())
+    )
+    assert abs(float(found.rest) - constant) < 1e-4
+    with pytest.raises(UnsupportedModel, match="not visible one by one"):
+        found.by("expert")
+    if "head" in found.missing:
+        with pytest.raises(UnsupportedModel, match="normalises the output of its attention"):
+            found.by("head")
+    else:
+        terms = found.by("head")
+        assert abs(sum(terms.values()) - found.logit) < 1e-4
+        assert found.heads.shape[0] == LAYERS
+        if not any(
+            name.endswith(("o_proj.bias", "c_proj.bias", "dense.bias"))
+            for name, _ in network.named_parameters()
+        ):
+            assert all(abs(v) < 1e-4 for name, v in terms.items() if name.endswith("rest"))
+    assert abs(sum(found.by("stream").values()) - found.logit) < 1e-4
 
 
 def test_every_site_equals_a_plain_forward_hook(pair):

@@ -305,7 +305,7 @@ def _behind_norm(norm: Any, weight: torch.Tensor, final: torch.Tensor) -> torch.
         for name in ("variance_epsilon", "eps")
         if (value := getattr(norm, name, None)) is not None
     )
-    gain = norm.weight.double()
+    gain: torch.Tensor = norm.weight.double()
     if isinstance(norm, torch.nn.LayerNorm):
         scaled = weight * gain / (final.var(correction=0) + eps).sqrt()
         return scaled - scaled.mean()

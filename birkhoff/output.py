@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from birkhoff import notebook
 from birkhoff.capture.sinks.captured_rows import NoActs
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
-from birkhoff.errors import RequestError
+from birkhoff.errors import OptionError, RequestError, quoted
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.results import CaptureResult
-from birkhoff.hooks.signals import Frame
+from birkhoff.hooks.signals import Frame, signal_number
 from birkhoff.planning.plan_results import (
     NOTHING_CAPTURED,
     acts_of,
@@ -27,7 +28,8 @@ class Output:
     """The output of one request. `message` is set for chats: reasoning, content and tool calls; `text` is the content.
 
     `acts[hook, layer]` are captured rows in memory; `capture_results` has the result of each consumer; `interp` reports
-    hashes and the positions that were steered; `baseline` is the unsteered twin, if requested.
+    hashes and the positions that were steered; `baseline` is the unsteered twin, if requested. In a notebook its tokens
+    are coloured by a signal; `show` chooses which.
     """
 
     text: str
@@ -43,6 +45,69 @@ class Output:
     error: Exception | None = None
     signals: list[Frame] | None = None
     baseline: Output | None = None
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def tokens(self) -> list[str] | None:
+        """The text of each generated token; None for a model without a tokenizer."""
+        tokenizer = self.tokenizer
+        return None if tokenizer is None else [tokenizer.decode([token]) for token in self.token_ids]
+
+    def values(self, signal: str) -> list[float | None]:
+        """One number of a signal for each generated token, None where there is none.
+
+        "logprob" needs `logprobs`; every other signal must have been requested. Of a signal with several numbers per
+        token: "stream_norm" is the mean norm of the last streams, "res_mix" how much of a stream goes to others (mean
+        over sublayers), "head_mix" and "experts" the entropy of their weights in nats, anything else the mean."""
+        if signal == "logprob":
+            if self.logprobs is None:
+                raise OptionError("there are no logprobs. Ask for them: generate(..., logprobs=0).")
+            return [entry.logprob for entry in self.logprobs]
+        frames = {frame["position"]: frame for frame in self.signals or ()}
+        known = sorted({name for frame in frames.values() for name in frame} - {"position", "token_id"})
+        if signal not in known:
+            raise OptionError(
+                f"signal is {quoted(signal)}, this output has {', '.join(known) or 'none'}"
+                f"{' and logprob' if self.logprobs is not None else ''}. Ask for it: generate(..., signals=[name])."
+            )
+        start = len(self.prompt_token_ids)
+        return [
+            signal_number(signal, frames[start + index][signal]) if start + index in frames else None
+            for index in range(len(self.token_ids))
+        ]
+
+    def show(self, signal: str | Sequence[float | None] | None = None) -> notebook.Html:
+        """The answer as HTML, its tokens coloured by a signal (see `values`) or by one number per token. By default by
+        the first signal the output has, then by logprob."""
+        if signal is None:
+            found = [
+                name
+                for frame in (self.signals or ())[:1]
+                for name in frame
+                if name not in ("position", "token_id")
+            ]
+            found += ["logprob"] if self.logprobs else []
+            signal = next((name for name in found if name != "blocks"), None)
+        values = self.values(signal) if isinstance(signal, str) else signal
+        if values is not None and len(values) != len(self.token_ids):
+            raise OptionError(
+                f"there are {len(values)} numbers for {len(self.token_ids)} tokens. Give one for each."
+            )
+        label = signal if isinstance(signal, str) else ""
+        texts = self.tokens or [str(token) for token in self.token_ids]
+        speed = self.timings.get("tokens_per_second")
+        facts = {
+            "tokens": f"{len(self.prompt_token_ids)} in, {len(self.token_ids)} out",
+            "finished": self.finish_reason,
+            "tokens per second": None if speed is None else f"{speed:.1f}",
+            "steered positions": self.interp.get("rows_steered"),
+            "captured": ", ".join(f"{hook}[{layer}]" for hook, layer in list(self.acts)[:8]) or None,
+            "error": self.error,
+        }
+        return notebook.Html(notebook.tokens(texts, values, label) + notebook.facts("", facts))
+
+    def _repr_html_(self) -> str:
+        return str(self.show())
 
     @classmethod
     def of(cls, request: Request, message: Any = None) -> Output:
@@ -60,6 +125,7 @@ class Output:
             message=message,
             error=request.error,
             signals=frames_of(request.plan),
+            tokenizer=getattr(request.sink, "tokenizer", None),
         )
 
 

@@ -10,7 +10,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from birkhoff import notebook
 from birkhoff.atomic_file import save_tensors
+from birkhoff.capture.sinks.captured_rows import spans
 from birkhoff.errors import DataError, SiteError, quoted
 from birkhoff.hooks.site_names import Address, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
@@ -171,6 +173,17 @@ class Trace(Mapping[Address, torch.Tensor]):
                 f"{path} cannot be read as a trace: {error}. Write it with trace.save(path)."
             ) from error
 
+    def _repr_html_(self) -> str:
+        rows = []
+        for hook in self.hooks:
+            layers = self.layers(hook)
+            tensor = self[hook, layers[0]]
+            rows.append((hook, spans(layers), list(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+        text = notebook.tokens(self.tokens or [str(token) for token in self.token_ids])
+        return text + notebook.table(
+            ("hook", "layers", "shape", "dtype"), rows, f"Trace of {len(self.token_ids)} tokens"
+        )
+
     def __repr__(self) -> str:
         return f"Trace({len(self.token_ids)} tokens; {', '.join(self.summary()) or 'no hooks'})"
 
@@ -179,9 +192,7 @@ class Trace(Mapping[Address, torch.Tensor]):
         lines = []
         for hook in self.hooks:
             layers = self.layers(hook)
-            whole = layers == list(range(layers[0], layers[-1] + 1))
-            named = f"{layers[0]}..{layers[-1]}" if whole and len(layers) > 1 else ", ".join(map(str, layers))
-            lines.append(f"{hook}[{named}] {list(self[hook, layers[0]].shape)}")
+            lines.append(f"{hook}[{spans(layers)}] {list(self[hook, layers[0]].shape)}")
         return lines
 
 
@@ -235,6 +246,15 @@ class TraceBatch(Sequence[Trace]):
         )
         once = isinstance(key, str) and key in BY_NAME and BY_NAME[key].once
         return _pad(tensors, 1 if stacked and not once else 0)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (index, len(trace.token_ids), "".join(trace.tokens or ()) or trace.token_ids)
+            for index, trace in enumerate(self._traces)
+        ]
+        return notebook.table(
+            ("", "tokens", "text"), rows, f"Traces of {', '.join(self._traces[0].summary())}"
+        )
 
     def __repr__(self) -> str:
         return (

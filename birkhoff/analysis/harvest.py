@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from birkhoff import notebook
 from birkhoff.analysis import run_manifest
 from birkhoff.analysis.dataset import DatasetText
 from birkhoff.capture.planner import FILES, CapturePlanner
@@ -95,6 +96,8 @@ def harvest(
     `source` describes the texts; a later run into the same directory must have the same description.
     """
     start, root = time.monotonic(), Path(out)
+    total = len(texts) if isinstance(texts, Sized) else None
+    progress = progress or notebook.progress("capturing texts", total)
     spec = _file_capture(engine, capture)
     settings = {
         "capture": {name: value for name, value in spec.to_json().items() if name != "return"},

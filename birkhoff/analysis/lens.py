@@ -9,11 +9,12 @@ those of all depths of a large model do not fit in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.analysis.forward import trace
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.option_checks import as_int
@@ -35,8 +36,11 @@ class Lens:
         residuals: list[torch.Tensor],
         per_stream: bool,
         tokens: list[str] | None = None,
+        decode: Callable[[Sequence[int]], list[str] | None] | None = None,
     ):
+        """`decode` gives the text of each of some tokens."""
         self._model = model
+        self._decode = None if tokens is None else decode
         self.token_ids = token_ids
         self.tokens = tokens
         self._residuals = residuals
@@ -92,6 +96,29 @@ class Lens:
         probabilities, ids = self.logits(depth, of)[position].softmax(-1).topk(k)
         return list(zip(ids.tolist(), probabilities.tolist()))
 
+    def table(
+        self, of: View = "head", positions: int = 24
+    ) -> tuple[list[list[float]], list[list[str]], list[int]]:
+        """The most likely token at every depth for the last `positions` tokens, last depth first: probabilities, texts
+        and depths."""
+        start = max(len(self.token_ids) - positions, 0)
+        chances, texts, depths = [], [], list(reversed(range(self.depths)))
+        for depth in depths:
+            best = self.logits(depth, of)[start:].softmax(-1).max(-1)
+            chances.append(best.values.tolist())
+            texts.append([self._text(token) for token in best.indices.tolist()])
+        return chances, texts, depths
+
+    def _text(self, token: int) -> str:
+        texts = None if self._decode is None else self._decode([token])
+        return str(token) if texts is None else texts[0]
+
+    def _repr_html_(self) -> str:
+        chances, texts, depths = self.table()
+        shown = len(chances[0])
+        names = (self.tokens or [str(token) for token in self.token_ids])[-shown:]
+        return notebook.heat(chances, depths, names, texts, "depth")
+
 
 def compute_lens(
     engine: Engine, texts: Sequence[Sequence[int]], per_stream: bool = True, steer: Steering = None
@@ -106,6 +133,7 @@ def compute_lens(
                 [*each["pre_attn"], each["final_hidden", last]],
                 per_stream=False,
                 tokens=each.tokens,
+                decode=engine.token_texts,
             )
             for each in trace(engine, texts, ["pre_attn", "final_hidden"], steer)
         ]
@@ -117,5 +145,5 @@ def compute_lens(
         if not per_stream:
             with torch.no_grad():
                 residuals = [model.hc_head(streams)[0] for streams in residuals]
-        lenses.append(Lens(model, each.token_ids, residuals, per_stream, each.tokens))
+        lenses.append(Lens(model, each.token_ids, residuals, per_stream, each.tokens, engine.token_texts))
     return lenses

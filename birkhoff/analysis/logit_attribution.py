@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.analysis.attention import attention_weights
 from birkhoff.analysis.forward import texts_of, trace
 from birkhoff.analysis.patching import token_id
@@ -111,6 +112,10 @@ class LogitAttribution:
     def top(self, unit: str = "sublayer", k: int = 10) -> list[tuple[str, float]]:
         """The k largest terms of a unit by absolute value."""
         return sorted(self.by(unit).items(), key=lambda term: -abs(term[1]))[:k]
+
+    def _repr_html_(self) -> str:
+        name = " - ".join(repr(name) for name in self.names)
+        return notebook.bars(self.top(k=24), f"Logit of {name} at {self.position}: {self.logit:.4f}")
 
     def __repr__(self) -> str:
         name = " - ".join(repr(name) for name in self.names)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
@@ -71,6 +72,30 @@ class PatchSweep:
             )
             for place in places
         ]
+
+    def grid(self, normalized: bool = False) -> tuple[list[list[float]], list[str], list[str]]:
+        """The values as a table: rows, their names, and the names of the columns (the last axis)."""
+        values = self.recovered if normalized else self.values
+        *lead, last = self.axes
+        table = values.reshape(-1, values.shape[-1]).tolist()
+        rows = [
+            ", ".join(f"{axis} {label}" for axis, label in zip(lead, place))
+            for place in product(*(self.labels[axis] for axis in lead))
+        ]
+        texts = self.tokens if last == "position" else None
+        columns = [
+            str(label) if texts is None else f"{label} {texts[label]!r}" for label in self.labels[last]
+        ]
+        return table, rows, columns
+
+    def _repr_html_(self) -> str:
+        values, rows, columns = self.grid()
+        moved = [[value - self.corrupt for value in row] for row in values]
+        texts = [[f"{value:.2f}" for value in row] for row in values]
+        title = (
+            f"clean {self.clean:.4g}, corrupt {self.corrupt:.4g}; {self.cells} cells in {self.passes} passes"
+        )
+        return f"<b>Patch sweep</b>: {title}" + notebook.heat(moved, rows, columns, texts)
 
     def __repr__(self) -> str:
         shape = " x ".join(f"{len(self.labels[axis])} {axis}s" for axis in self.axes) or "1 cell"
@@ -139,11 +164,14 @@ def patch_sweep(
     everything = [*resolved, plain]
     values: list[float] = []
     count = 0
+    advance = notebook.progress("patching cells", len(texts))
     with torch.no_grad():
         for together in passes(texts):
             count += 1
             hidden = run_texts(engine, [texts[i] for i in together], [everything[i] for i in together])
             values += [measure(engine, rows) for rows in hidden]
+            if advance is not None:
+                advance(len(values))
     shape = [len(each) for each in labels.values()]
     return PatchSweep(
         torch.tensor(values[:-1], dtype=torch.float64).view(shape).float(),

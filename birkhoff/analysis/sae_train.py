@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from birkhoff import notebook
 from birkhoff.analysis.sae_rows import RowSource
 from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import SaeError, SaeFileError
@@ -69,8 +70,11 @@ def train_sae(
         batches = itertools.chain([first], batches)
     for _ in range(trainer.done):
         next(batches)
+    bar = notebook.progress("training", options.steps) if progress is None else None
     while trainer.done < options.steps:
         report = trainer.step(next(batches))
+        if bar is not None:
+            bar(trainer.done)
         if progress is not None:
             progress(report)
         if out is not None and trainer.done % every == 0 and trainer.done < options.steps:

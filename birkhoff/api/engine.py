@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+from birkhoff import notebook
 from birkhoff.analysis.activations_store import ActBatch, iter_activations
 from birkhoff.analysis.attention import attention
 from birkhoff.analysis.block_signals import signal_jobs
@@ -606,6 +607,28 @@ class Engine:
         """Cancel all requests and refuse new ones; capture files are completed and synced."""
         self._core.close()
         self._planner.close()
+
+    def __repr__(self) -> str:
+        where = f"{dtype_name(self.model.dtype)} on {self.model.device}"
+        return f"Engine({self.name}, {self.config.num_hidden_layers} layers, {where})"
+
+    def _repr_html_(self) -> str:
+        config = self.config
+        experts = getattr(config, "n_routed_experts", None)
+        facts = {
+            "device": f"{self.model.device}, {dtype_name(self.model.dtype)}",
+            "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
+            "residual streams": self.num_streams,
+            "experts": None
+            if experts is None
+            else f"{experts} per layer, {config.num_experts_per_tok} per token",  # type: ignore[attr-defined]
+            "vocabulary": config.vocab_size,
+            "context": f"{self.max_context} tokens, {self.max_requests} requests at once",
+            "hooks": ", ".join(self.schema),
+            "dictionaries": ", ".join(self.saes.registry) or None,
+            "named vectors": ", ".join(sorted(self.modules)) or None,
+        }
+        return notebook.facts(self.name or "Engine", facts)
 
     def __enter__(self) -> Engine:
         return self

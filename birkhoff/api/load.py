@@ -10,6 +10,7 @@ from typing import Unpack
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.api.engine import Engine
 from birkhoff.api.options import (
     OWN_ONLY,
@@ -98,7 +99,7 @@ def load(
     `model` is "nano", a checkpoint directory, a GGUF file, or `org/name` in the hub cache; with `download=True` a
     model that is not in the cache is downloaded first, and nothing else uses the network. Keywords are the fields of
     `EngineOptions` (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total)
-    while weights are loaded. What was decided is printed to stderr."""
+    while weights are loaded; in a notebook the default is a progress bar. What was decided is printed to stderr."""
     chosen = EngineOptions.from_kwargs(options, **keywords)
     path = _locate(model, chosen)
     if _runs_through_transformers(path, chosen):
@@ -108,7 +109,7 @@ def load(
     run = _plan_run(chosen, checkpoint)
     network, memory = _build_model(chosen, checkpoint, run)
     placed = memory if isinstance(memory, PlacedExperts) else None
-    _load_weights(network, checkpoint, run, progress)
+    _load_weights(network, checkpoint, run, progress or notebook.progress(f"loading {model}"))
     if isinstance(memory, HostBudget):
         cache_bytes = memory.cache_bytes
     else:

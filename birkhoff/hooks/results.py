@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from birkhoff import notebook
+
 if TYPE_CHECKING:
     from birkhoff.hooks.plan import Key, SiteRows
     from birkhoff.hooks.signals import SignalJob
@@ -47,6 +49,10 @@ class CaptureResult:
             return self
         error = error or f"{dropped_rows} rows were dropped: the capture queue was full"
         return replace(self, status="partial_error", error=error, dropped_rows=dropped_rows)
+
+    def _repr_html_(self) -> str:
+        shown = {name: value for name, value in self.to_json().items() if value not in (None, [], {}, "")}
+        return notebook.facts("Capture", shown)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -189,3 +189,20 @@ def _rounded(tensor: torch.Tensor) -> list[Any]:
     scale = 10.0 ** np.clip(np.nan_to_num(digits, nan=0.0, posinf=0.0, neginf=0.0), -30, 30)
     rounded: list[Any] = (np.round(values * scale) / scale).tolist()
     return rounded
+
+
+def signal_number(name: str, value: Any) -> float:
+    """One number for the value of a signal at a token, for colours and plots (see `Output.values`)."""
+    if name == BLOCKS:
+        raise OptionError(f"{BLOCKS} are spans of text, not numbers. Choose another signal.")
+    numbers = np.asarray(value, np.float64)
+    if name == "res_mix":
+        streams = numbers.shape[-1]
+        return float(1 - numbers.trace(axis1=-2, axis2=-1).mean() / streams)
+    if name == "stream_norm":
+        return float(numbers[-1].mean())
+    if name in ("head_mix", "experts"):
+        weights = numbers if name == "head_mix" else numbers[..., 1]
+        shares = weights / weights.sum(-1, keepdims=True)
+        return float(-(shares * np.log(np.maximum(shares, 1e-12))).sum(-1).mean())
+    return float(numbers.mean())

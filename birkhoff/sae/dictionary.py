@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from birkhoff import notebook
 from birkhoff.errors import SaeError, quoted
 from birkhoff.option_checks import as_int
 from birkhoff.sae.activations import Activation, make, per_feature
@@ -94,6 +95,19 @@ class Sae:
     @property
     def is_partial(self) -> bool:
         return self.feature_ids is not None
+
+    def _repr_html_(self) -> str:
+        labels = list(self.labels.items())
+        facts = {
+            "features": f"{self.d_sae:,}" + (f" of {self.total_features:,}" if self.is_partial else ""),
+            "width": self.d_model,
+            "site": None if self.hook is None else f"{self.hook}[{self.layer}]",
+            "view": self.view,
+            "activation": type(self.activation).__name__,
+            "labels": f"{len(labels):,}" if labels else None,
+            "for example": "; ".join(f"{self.feature_id(row)} {label}" for row, label in labels[:5]) or None,
+        }
+        return notebook.facts("Sparse autoencoder", facts)
 
     def feature_id(self, row: int) -> int:
         """The number of the feature of a row."""

@@ -27,6 +27,7 @@ class TextStream:
     """A plain completion. Special tokens (BOS, EOS) are dropped, other markers are spelled out."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+        self.tokenizer = tokenizer
         self.text = ""
         self._decoder = IncrementalDetokenizer(tokenizer, skip_special=True)
         self._stops = StopMatcher(stops)
@@ -89,6 +90,7 @@ class ChatStream:
         min_tokens: int = 0,
         parser: SegmentParser | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.events: list[Event] = []
         self.matched: str | None = None
         self._decoder = SegmentDetokenizer(tokenizer)

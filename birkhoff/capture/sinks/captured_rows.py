@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from birkhoff import notebook
 from birkhoff.capture.spec.request import ResolvedCapture
 from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.hooks.plan import SiteRows
@@ -33,6 +34,13 @@ class Acts(Mapping[Address, SiteRows]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"{hook}[{layer}]", list(each.tensor.shape), str(each.tensor.dtype), spans(each.positions))
+            for (hook, layer), each in self._rows.items()
+        ]
+        return notebook.table(("rows of", "shape", "dtype", "positions"), rows, "Captured rows")
 
     def __repr__(self) -> str:
         rows = ", ".join(
@@ -66,3 +74,14 @@ class NoActs(Mapping[Address, SiteRows]):
 
     def __repr__(self) -> str:
         return f"NoActs({self.reason})"
+
+
+def spans(positions: Sequence[int]) -> str:
+    """Ascending positions as ranges: `0..4, 7`."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    return ", ".join(f"{first}..{last}" if last > first else str(first) for first, last in runs)

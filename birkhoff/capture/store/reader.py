@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from birkhoff import notebook
 from birkhoff.capture.store.entry import CaptureEntry, concatenate
 from birkhoff.capture.store.row_reader import iter_rows
 from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
@@ -62,6 +63,13 @@ class CaptureEntries(dict[Address, CaptureEntry]):
             return True
         reverse = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int)
         return reverse and dict.__contains__(self, (key[1], key[0]))  # type: ignore[index]
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f"{hook}[{layer}]", list(entry.array.shape), entry.dtype, len(entry.positions or ()) or "")
+            for (hook, layer), entry in self.items()
+        ]
+        return notebook.table(("rows of", "shape", "dtype", "positions"), rows, "Captured rows")
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:

@@ -1,0 +1,149 @@
+"""The analyses of an `Engine`: forward passes outside its scheduler, over texts, token ids or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from birkhoff.analysis.attention import attention
+from birkhoff.analysis.forward import features, logits, texts_of, trace
+from birkhoff.analysis.lens import compute_lens
+from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
+from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
+from birkhoff.steering.resolver import Steering, per_prompt_edits
+from birkhoff.text.prompts import Prompt, is_single
+from birkhoff.trace import Trace, TraceBatch
+
+if TYPE_CHECKING:
+    from birkhoff.api.engine import Engine
+
+
+class Analyses:
+    """The part of `Engine` that runs whole texts and reads them. Every method takes the same prompts."""
+
+    def _open_engine(self) -> Engine:
+        """The engine this is a part of; raises if it was closed."""
+        engine = cast("Engine", self)
+        engine.check_open()
+        return engine
+
+    def logits(self, prompts: Prompt | Sequence[Prompt], steer: Steering = None) -> Any:
+        """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler.
+
+        Prompts are texts, token ids or chat messages, as for `generate`. A list of prompts gives a list of tensors,
+        each as long as its prompt: nothing is padded. `steer` is one list of edits for all prompts, or one for each."""
+        engine = self._open_engine()
+        texts, single = texts_of(engine, prompts)
+        results = logits(engine, texts, steer)
+        return results[0] if single else results
+
+    def trace(self, prompts: Prompt | Sequence[Prompt], hooks: Any = "all", steer: Steering = None) -> Any:
+        """One forward pass that keeps the activations of `hooks` at every position.
+
+        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`.
+        Returns a `Trace`, or for a list of prompts a `TraceBatch`: `batch[i]` is the trace of one prompt, and
+        `batch[hook, layer]` all of them padded on the right."""
+        engine = self._open_engine()
+        texts, single = texts_of(engine, prompts)
+        traces = trace(engine, texts, hooks, steer)
+        return traces[0] if single else TraceBatch(traces)
+
+    def lens(
+        self, prompts: Prompt | Sequence[Prompt], per_stream: bool = True, steer: Steering = None
+    ) -> Any:
+        """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer.
+
+        Returns a `Lens`, or a list of them for a list of prompts."""
+        engine = self._open_engine()
+        texts, single = texts_of(engine, prompts)
+        lenses = compute_lens(engine, texts, per_stream, steer)
+        return lenses[0] if single else lenses
+
+    def attention(
+        self, prompts: Prompt | Sequence[Prompt], position: int = -1, steer: Steering = None
+    ) -> Any:
+        """Attention weights of one token by layer: single tokens, compressed blocks, the sink.
+
+        Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
+        engine = self._open_engine()
+        texts, single = texts_of(engine, prompts)
+        readouts = attention(engine, texts, position, steer)
+        return readouts[0] if single else readouts
+
+    def patch(
+        self,
+        prompt: Prompt,
+        source: Any,
+        hook: str,
+        layers: Any = None,
+        *,
+        where: Any = None,
+        align: str = "position",
+        streams: Any = None,
+        scale: float = 1.0,
+        hooks: Any = (),
+        steer: Steering = None,
+    ) -> Trace:
+        """Run a prompt with activations of another run, and return its `Trace` (its logits, and `hooks` if any).
+
+        `source` is a `Trace`, captured rows (`output.acts`), or another prompt, which is run first. Its rows at `hook`
+        and `layers` replace those of the prompt, at the positions `where` selects (all by default). `align` says
+        which row goes where: "position", or "tokens" for texts of different length. To generate with the same patch,
+        pass `Patch(source, hook, layers, align=...)` in `steer`."""
+        engine = self._open_engine()
+        options = {"where": where, "align": align, "streams": streams, "scale": scale}
+        return patch(engine, prompt, source, hook, layers, hooks, steer, options)
+
+    def patch_sweep(
+        self,
+        clean: Any,
+        corrupt: Prompt,
+        metric: Any,
+        over: str | Sequence[str],
+        *,
+        layers: Any = "all",
+        positions: Any = "each",
+        streams: Any = None,
+        align: str = "position",
+        steer: Steering = None,
+    ) -> PatchSweep:
+        """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run.
+
+        `over` is a hook, or a list of hooks. There is a cell for each hook, each of `layers` and each of `positions`
+        ("each", a list, or None for all positions together); with `streams` ("each" or a list) also for each stream.
+        `metric` is a token (a text or an id): its logit at the end; two tokens: the difference of their logits; or a
+        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks. Cells run
+        side by side: the sweep takes as many passes as its tokens fill."""
+        engine = self._open_engine()
+        return patch_sweep(engine, clean, corrupt, metric, over, layers, positions, streams, align, steer)
+
+    def logit_attribution(
+        self, prompt: Prompt, token: Any = None, position: int = -1, steer: Steering = None
+    ) -> LogitAttribution:
+        """The logit of a token as a sum over everything written to the residual streams, exact given the weights and
+        the norm of the same forward pass: per layer, sublayer, head, expert and stream.
+
+        `token` is a text of one token or an id, by default the most likely one; two tokens give the difference of their
+        logits. `position` is the token after which it is predicted."""
+        engine = self._open_engine()
+        return logit_attribution(engine, prompt, token, position, steer)
+
+    def features(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        name: str,
+        k: int = 10,
+        at: tuple[str, int] | str | None = None,
+        steer: Steering = None,
+    ) -> Any:
+        """The k strongest active features of every token of a text, from an attached SAE.
+
+        Returns one list of `Feature` per token; for a list of prompts, such a list for each."""
+        engine = self._open_engine()
+        single = is_single(prompts)
+        each: list[Any] = [prompts] if single else list(prompts)
+        found = [
+            features(engine, prompt, name, k, at, edits)
+            for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
+        ]
+        return found[0] if single else found

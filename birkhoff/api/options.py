@@ -9,9 +9,11 @@ This module does not import PyTorch, so that the command line can list the optio
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -22,8 +24,8 @@ from birkhoff.errors import OptionError, did_you_mean, quoted
 from birkhoff.option_checks import check_bool, check_choice, check_int
 
 DRAFT_DEPTHS = (1, 2, 3)
-BACKENDS = ("auto", "birkhoff", "transformers")
-# Options of our own model; a model that runs through Transformers refuses them.
+BACKENDS = ("auto", "birkhoff", "transformers", "vllm")
+# Options of our own model; a model that runs through another library refuses them.
 OWN_ONLY = (
     "numerics",
     "kernels",
@@ -35,6 +37,9 @@ OWN_ONLY = (
     "context_root",
     "context_bytes",
 )
+# Options of the backend vllm, and those of the others that it does not have.
+VLLM_ONLY = ("hooks", "tensor_parallel_size", "pipeline_parallel_size", "vllm")
+NOT_VLLM = (*(name for name in OWN_ONLY if name != "prefix_cache"), "device", "weights", "batch_invariant")
 _AnyFunction = TypeVar("_AnyFunction", bound=Callable[..., Any])
 
 
@@ -64,6 +69,10 @@ class EngineKwargs(TypedDict, total=False):
     capture_spill_max_bytes: int
     context_root: str | Path | None
     context_bytes: int
+    hooks: Any
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    vllm: Any
     revision: str | None
     download: bool
 
@@ -74,7 +83,8 @@ class EngineOptions:
 
     backend: str = option(
         "auto",
-        "What runs the model: birkhoff (DeepSeek-V4), transformers (docs/models.md), or auto: by the checkpoint.",
+        "What runs the model: birkhoff (DeepSeek-V4), transformers (docs/models.md), vllm (docs/vllm.md), or auto: one "
+        "of the first two, by the checkpoint.",
     )
     device: str = option("auto", "Device to run on: auto, cpu or cuda.")
     dtype: str = option(
@@ -143,6 +153,17 @@ class EngineOptions:
         None, "Directory for cache pages of earlier prompts; a later process reuses them.", "none"
     )
     context_bytes: int = option(2**30, "Maximum bytes of files in context_root.", "1 GiB")
+    hooks: Any = option(
+        None,
+        "Backend vllm: hooks to arm at start, as names separated by commas, or JSON of layers by name; none arms "
+        "nothing.",
+        "the residuals; all hooks of V4",
+    )
+    tensor_parallel_size: int = option(1, "Backend vllm: ranks that divide every layer.")
+    pipeline_parallel_size: int = option(1, "Backend vllm: ranks that divide the layers among them.")
+    vllm: Any = option(
+        None, "Backend vllm: further arguments of its engine, as a mapping or its JSON.", "none"
+    )
     revision: str | None = option(
         None, "Branch, tag or commit of a model named org/name; also written org/name@revision.", "main"
     )
@@ -169,6 +190,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None or name not in ("max_context", "cache_bytes"):
                 object.__setattr__(self, name, check_int(name, value))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        object.__setattr__(self, "vllm", _engine_arguments(self.vllm))
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("download", self.download)
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
@@ -312,6 +336,21 @@ def _check_bytes(name: str, value: object) -> int:
     except OptionError:
         more = ", 'auto', 'device', 'host', 'mapped' or a share such as 0.5" if name == "experts" else ""
         raise OptionError(f"{name} is {quoted(value)}, expected bytes such as '24GiB'{more}.") from None
+
+
+def _engine_arguments(value: object) -> dict[str, Any] | None:
+    """The option `vllm`: a mapping, or its JSON; None if it is not given."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if value is not None and not (
+        isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    ):
+        raise OptionError(
+            f"vllm is {quoted(value)}, expected arguments of vLLM's engine by name, such as "
+            '{"enforce_eager": true}.'
+        )
+    return None if value is None else dict(value)
 
 
 def describe(options: type[Any], name: str) -> tuple[str, str]:

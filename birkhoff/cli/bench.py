@@ -197,10 +197,13 @@ def goodput(
         _print_lines(bench_goodput(layers, distinct, setting, slots))
         return
     from birkhoff.api.load import load
+    from birkhoff.engine.engine import EngineCore
 
     engine = load(model, device="cuda", max_requests=slots, max_batch_tokens=4096, max_context=8192)
     with engine:
-        _print_lines(measure(engine._core, setting))
+        core = engine._core
+        assert isinstance(core, EngineCore), "device is cuda, so the backend is birkhoff"
+        _print_lines(measure(core, setting))
 
 
 @app.command()

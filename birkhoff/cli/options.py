@@ -80,6 +80,10 @@ ENGINE = (
             ("speculative", bool),
             ("context_root", str),
             ("context_bytes", int),
+            ("hooks", str),
+            ("tensor_parallel_size", int),
+            ("pipeline_parallel_size", int),
+            ("vllm", str),
             ("revision", str),
             ("download", bool),
         )
@@ -130,8 +134,12 @@ def shared_options(
         command_parameters = [
             p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD
         ]
+        own = {parameter.name for parameter in command_parameters}  # a command's own option has priority
         flags = [
-            flag.parameter(panel) for panel in panels for flag in PANELS[panel] if flag.name not in without
+            flag.parameter(panel)
+            for panel in panels
+            for flag in PANELS[panel]
+            if flag.name not in without and flag.name not in own
         ]
         shared = {flag.name for flag in flags}
 

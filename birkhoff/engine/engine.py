@@ -1,20 +1,13 @@
 """The engine core: requests in, tokens out, one step at a time.
 
 A step is schedule, run, commit, and with speculation draft; on a GPU a decode step may be launched before its
-predecessor is committed (`run_ahead.py`). The engine has no thread of its own: one of the
-callers that wait steps the engine for all requests, under one lock. A step that fails ends the requests in it with
-the error; a step that is interrupted is done again.
-
-A stream that is garbage collected cancels its request in a finalizer, which may run during a step in the thread that
-holds the lock. A finalizer therefore takes no lock: `request_cancel` appends to a queue that is processed before and
-after every step.
+predecessor is committed (`run_ahead.py`). The engine has no thread of its own (`request_loop.py`). A step that fails
+ends the requests in it with the error; a step that is interrupted is done again.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,28 +25,21 @@ from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
+from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.engine.run_ahead import LaunchedStep, RunAhead
 from birkhoff.engine.runner import ModelOutput, Runner, StepRunner
 from birkhoff.engine.sampler import SampledToken, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
-from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed, LogitsError
+from birkhoff.errors import BirkhoffError, CapacityError, LogitsError
 from birkhoff.hooks.plan import Plan
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement
 
 
-class _Waiter:
-    """A thread that waits for its request."""
-
-    def __init__(self, ready: Callable[[], bool]):
-        self.ready = ready
-        self.wake = threading.Event()
-
-
-class EngineCore:
+class EngineCore(RequestLoop):
     """Owns the model, its state, the scheduler, the runner and the sampler.
 
     `prefix_bytes` is the memory for snapshots of the prefix cache; 0 disables it. `row_bytes` is for captured rows of
@@ -79,8 +65,8 @@ class EngineCore:
         placement: Placement | None = None,
         runner: StepRunner | None = None,
     ):
+        super().__init__(max_context)
         self.model = model
-        self.max_context = max_context
         self.placement = placement
         # A GPU reads a quarter of a chunk in half its time: prompts would take twice as long beside decoding requests.
         mixed_share = 1.0 if isinstance(model, Transformer) and _uses_graphs(model) else 0.25
@@ -104,12 +90,18 @@ class EngineCore:
                 prefix = PrefixCache(state, pages, prefix_bytes, row_bytes, batch_invariant, files)
                 self.scheduler.prefix = self._own.prefix = prefix
         self.runner: Any = runner  # a StepRunner; callers reach the parts of our own runner through it
-        self._lock = threading.Lock()
-        self._stepping = threading.Lock()  # held by the thread that steps for all waiting ones
-        self._waiters: list[_Waiter] = []
-        self._waiters_lock = threading.Lock()
-        self._cancellations: deque[Request] = deque()
-        self._closed = False
+
+    @property
+    def max_requests(self) -> int:
+        return self.scheduler.slots.size
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "batch_invariant": self.scheduler.batch_invariant,
+            "max_requests": self.max_requests,
+            "max_batch_tokens": self.scheduler.max_batch_tokens,
+        }
 
     def _make_runner(
         self,
@@ -175,20 +167,6 @@ class EngineCore:
             for request in requests:
                 self.scheduler.submit(request)
 
-    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `ContextError` when a prompt and its answer cannot fit. Called before anything is planned for them, so
-        that the cost of a refusal does not depend on the numbers in it."""
-        total_tokens = prompt_tokens + max_tokens
-        if total_tokens > self.max_context:
-            raise ContextError(
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together {total_tokens}, the "
-                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
-            )
-
-    def check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("this engine was closed. Load the model again.")
-
     def step(self) -> bool:
         """Schedule, run, commit. Returns False when there was nothing to do.
 
@@ -249,80 +227,6 @@ class EngineCore:
                 return runner.run(chunks)
             finally:
                 self.placement.after_step()
-
-    def step_until_output(self, request: Request) -> None:
-        """Step until `request` has an event or is done."""
-        self._step_until(lambda: bool(request.events) or request.done, request)
-
-    def step_until_done(self, request: Request) -> None:
-        """Step until `request` is done; its token events are discarded."""
-        self._step_until(lambda: request.done, request)
-        request.events.clear()
-
-    def _step_until(self, ready: Callable[[], bool], request: Request) -> None:
-        """Step, or wait while another thread steps, until `ready`.
-
-        Of several waiting threads one steps for all of them until its own request is ready, then another takes over.
-        Threads that stepped in turn would hand the lock over after every step, which costs more than a step does."""
-        waiter = _Waiter(ready)
-        with self._waiters_lock:
-            self._waiters.append(waiter)
-        try:
-            while not ready():
-                if not self._stepping.acquire(blocking=False):
-                    waiter.wake.wait()
-                    waiter.wake.clear()
-                    continue
-                try:
-                    while not ready():
-                        if not self.step() and not ready():
-                            raise AssertionError(f"request {request.id} waits but nothing can run")
-                        self._wake_waiters()
-                finally:
-                    self._stepping.release()
-        finally:
-            with self._waiters_lock:
-                self._waiters.remove(waiter)
-                if self._waiters:  # one of them steps from now on
-                    self._waiters[0].wake.set()
-
-    def _wake_waiters(self) -> None:
-        with self._waiters_lock:
-            for waiter in self._waiters:
-                if waiter.ready():
-                    waiter.wake.set()
-
-    def cancel(self, request: Request) -> None:
-        """End a request at any stage; no effect when it is done."""
-        with self._locked():
-            self._cancel(request)
-
-    def request_cancel(self, request: Request) -> None:
-        """`cancel` for finalizers: takes no lock; takes effect before the next step."""
-        if not request.done:
-            self._cancellations.append(request)
-
-    def process_cancellations(self) -> None:
-        """Apply `request_cancel` now, unless another thread holds the lock and will apply it."""
-        if self._cancellations and self._lock.acquire(blocking=False):
-            try:
-                self._cancel_requested()
-            finally:
-                self._lock.release()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, and process cancellations before and after."""
-        with self._lock:
-            self._cancel_requested()
-            try:
-                yield
-            finally:
-                self._cancel_requested()
-
-    def _cancel_requested(self) -> None:
-        while self._cancellations:
-            self._cancel(self._cancellations.popleft())
 
     def _cancel(self, request: Request) -> None:
         if not request.done:

@@ -14,10 +14,11 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
 from birkhoff.hf.chat_template import TemplateChat
 from birkhoff.hf.checkpoint import family_of, read_config
-from birkhoff.hf.families import Family
 from birkhoff.hf.model import HfConfig, HfModel
 from birkhoff.hf.runner import HfRunner
 from birkhoff.text.general_tokenizer import GeneralTokenizer
+
+_LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +35,50 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
     raw = read_config(path)
     family = family_of(raw)
     transformers = _library()
-    local = {"local_files_only": True, "trust_remote_code": False}
     # Soft-capping of attention scores is only in the plain implementation.
     soft_capped = raw.get("attn_logit_softcapping") is not None or family.model_type == "gemma2"
     attention = "eager" if soft_capped or not family.cached else "sdpa"
     try:
         network = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **local
+            path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **_LOCAL
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Transformers cannot load {path}: {quoted(str(error), 400)}.") from None
-    own = _tokenizer(transformers, path, local)
-    size = int(network.config.vocab_size)
-    tokenizer = None
-    if own is not None:
-        tokenizer = GeneralTokenizer(own.backend_tokenizer.to_str(), name=path.name, vocab_size=size)
-    config = _config(network, family, own)
-    chat = None if tokenizer is None or not own.chat_template else TemplateChat(own, tokenizer)
-    return OpenedModel(HfModel(network.to(device), family, config), tokenizer, chat)
+    text = open_text(path, int(network.config.vocab_size))
+    config = hf_config(network.config, family.model_type, text.first_id, network.generation_config)
+    return OpenedModel(HfModel(network.to(device), family, config), text.tokenizer, text.chat)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedText:
+    """`first_id` is the id that the tokenizer puts before a text, None if it puts none."""
+
+    tokenizer: GeneralTokenizer | None = None
+    chat: TemplateChat | None = None
+    first_id: int | None = None
+
+
+def open_text(path: Path, vocab_size: int) -> OpenedText:
+    """The tokenizer and chat template of a checkpoint directory; empty if it has no tokenizer."""
+    own = _tokenizer(_library(), path, _LOCAL)
+    if own is None:
+        return OpenedText()
+    tokenizer = GeneralTokenizer(own.backend_tokenizer.to_str(), name=path.name, vocab_size=vocab_size)
+    chat = TemplateChat(own, tokenizer) if own.chat_template else None
+    return OpenedText(tokenizer, chat, _first_id(own))
+
+
+def read_hf_config(path: Path, first_id: int | None) -> HfConfig:
+    """The config of a checkpoint directory without its weights."""
+    transformers = _library()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Transformers cannot read {path}: {quoted(str(error), 400)}.") from None
+    generation = None
+    if (path / "generation_config.json").is_file():
+        generation = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    return hf_config(config, config.model_type, first_id, generation)
 
 
 def context_for(model: HfModel, requested: int | None, requests: int, cache_bytes: int) -> int:
@@ -120,27 +147,24 @@ def _tokenizer(transformers: Any, path: Path, local: Mapping[str, Any]) -> Any:
     return own if getattr(own, "backend_tokenizer", None) is not None else None
 
 
-def _config(network: Any, family: Family, tokenizer: Any) -> HfConfig:
-    config = network.config
+def hf_config(config: Any, model_type: str, first_id: int | None, generation: Any = None) -> HfConfig:
+    """From a config of Transformers and, for the ids that end a text, a generation config."""
     ends: list[int] = []
-    for source in (network.generation_config.eos_token_id, config.eos_token_id):
+    for source in (getattr(generation, "eos_token_id", None), config.eos_token_id):
         ends += source if isinstance(source, list) else [] if source is None else [source]
     return HfConfig(
-        family.model_type,
+        model_type,
         int(config.vocab_size),
         int(config.hidden_size),
         int(config.num_hidden_layers),
         _max_positions(config),
-        _first_id(tokenizer),
+        first_id,
         tuple(dict.fromkeys(int(end) for end in ends)),
         config.to_dict(),
     )
 
 
 def _first_id(tokenizer: Any) -> int | None:
-    """The id that the tokenizer puts before a text, None if it puts none."""
-    if tokenizer is None:
-        return None
     with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     added = len(with_special) > len(plain) and with_special[0] in tokenizer.all_special_ids

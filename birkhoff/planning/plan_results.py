@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from birkhoff.capture.sinks.captured_rows import NoActs
+from birkhoff.dtype_names import dtype_name
 from birkhoff.errors import CaptureError, SiteError
 from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.results import CaptureResult
@@ -39,6 +43,32 @@ def acts_of(plan: Plan | None) -> Mapping[tuple[str, int], SiteRows]:
 def capture_results_of(plan: Plan | None) -> dict[str, CaptureResult]:
     """The result of the request's capture at each consumer."""
     return {} if plan is None else {each.consumer: each.result() for each in plan.results.captures}
+
+
+def capture_results_json(plan: Plan, timeout: float = 30.0) -> dict[str, Any]:
+    """The result of each capture as JSON, with the rows of captures in memory."""
+    results = {}
+    for capture in plan.results.captures:
+        result = capture.result(timeout).to_json()
+        if capture.in_memory and result["status"] == "ok":
+            result["tensors"] = [rows_json(rows) for rows in capture.rows().values()]
+        results[capture.consumer] = result
+    return results
+
+
+def rows_json(rows: SiteRows) -> dict[str, Any]:
+    """Captured rows as base64 of their little-endian bytes, with dtype, shape, positions and token ids."""
+    tensor = rows.tensor.detach().cpu().contiguous()
+    raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return {
+        "hook": rows.hook,
+        "layer": rows.layer,
+        "dtype": dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "positions": list(rows.positions),
+        "token_ids": list(rows.token_ids),
+        "data": base64.b64encode(raw).decode(),
+    }
 
 
 def frames_of(plan: Plan | None) -> list[Frame] | None:

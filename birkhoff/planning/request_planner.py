@@ -29,7 +29,7 @@ from birkhoff.steering.resolver import SteeringResolver
 
 class RequestPlanner:
     """`model` is the name written to capture files; `identity` returns the model's name and digest, for vectors;
-    `capture_queues` are options of the capture `Dispatcher`."""
+    `capture_queues` are options of the capture `Dispatcher`. `captures` replaces the planner that they would make."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class RequestPlanner:
         capture_root: str | Path | None = None,
         file_options: Mapping[str, Any] | None = None,
         layers: Collection[int] | None = None,
+        captures: CapturePlanner | None = None,
         **capture_queues: Any,
     ):
-        self.captures = CapturePlanner(
+        self.captures = captures or CapturePlanner(
             schema,
             num_layers,
             model,

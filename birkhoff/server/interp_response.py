@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.request import Request
-from birkhoff.hooks.plan import SiteRows
 from birkhoff.output import interp_of, timings_of
-from birkhoff.planning.plan_results import frames_of
+from birkhoff.planning.plan_results import frames_of, rows_json
 from birkhoff.server.capture_index import CaptureIndex
 from birkhoff.server.generation import GenerationCall, generation_warnings
 
@@ -58,21 +53,6 @@ def capture_results(request: Request, capture_index: CaptureIndex, wait: bool) -
         if not capture.in_memory:
             result["id"] = capture_index.put(capture)
         elif result["status"] == "ok":
-            result["tensors"] = [_tensor_json(*key, rows) for key, rows in capture.rows().items()]
+            result["tensors"] = [rows_json(rows) for rows in capture.rows().values()]
         results[capture.consumer] = result
     return results
-
-
-def _tensor_json(hook: str, layer: int, rows: SiteRows) -> dict[str, Any]:
-    """Captured rows as base64 of their little-endian bytes, with dtype, shape, positions and token ids."""
-    tensor = rows.tensor.detach().cpu().contiguous()
-    raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return {
-        "hook": hook,
-        "layer": layer,
-        "dtype": dtype_name(tensor.dtype),
-        "shape": list(tensor.shape),
-        "positions": list(rows.positions),
-        "token_ids": list(rows.token_ids),
-        "data": base64.b64encode(raw).decode(),
-    }

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from birkhoff.errors import RequestError, SteeringError
@@ -66,6 +67,19 @@ class SteeringResolver:
         )
         check_directions(resolved)
         return resolved
+
+    def contents(self, steer: Any) -> list[VectorEdit]:
+        """The global tier and the request's own edits, with named vectors replaced by what they stand for now: edits
+        that mean the same in another process. To be called after `edits`, which checks them."""
+        request_edits = () if steer is None else check_edits(_unwrap(steer))
+        parts: list[VectorEdit] = []
+        for edit in (*(edit for tier in self._for_all for edit in tier), *request_edits):
+            module = self.modules[edit.vector] if isinstance(edit.vector, str) else None
+            if isinstance(module, SteeringModule):
+                parts += module.edits(edit)
+            else:
+                parts.append(edit if module is None else replace(edit, vector=module))
+        return parts
 
     def from_wire(self, fields: Mapping[str, Any]) -> list[Any]:
         """The edits of a request's steering fields, checked against this model; errors name the field."""

@@ -59,6 +59,10 @@ def test_options_and_defaults_are_the_documented_ones():
         "capture_dispatch_queue_size",
         "capture_spill_dir",
         "capture_spill_max_bytes",
+        "hooks",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "vllm",
     }
 
 

@@ -220,8 +220,10 @@ def test_options_of_the_other_backend_are_refused(folder):
         assert engine.max_context == 64
     with pytest.raises(UnsupportedModel, match="llama"):
         birkhoff.load(folder, backend="birkhoff")
-    with pytest.raises(OptionError, match="backend is 'vllm'"):
-        birkhoff.load(folder, backend="vllm")
+    with pytest.raises(OptionError, match="backend is 'jax'"):
+        birkhoff.load(folder, backend="jax")
+    with pytest.raises(OptionError, match="tensor_parallel_size is 2, an option of the backend vllm"):
+        birkhoff.load(folder, tensor_parallel_size=2)
 
 
 def test_a_model_without_tokenizer_takes_ids_only(tmp_path):

@@ -1,0 +1,82 @@
+"""The adapter of vLLM's V1 model runner: every step is announced to the hooks of the rank just before its forward pass.
+
+`_model_forward` is the method that vLLM documents for this purpose. The order of the batch and the rows of each request
+are final there, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from birkhoff.vllm.rank_requests import RankRequests, StepRows
+from birkhoff.vllm.spec import RequestMark
+
+
+class HookedRunner(GPUModelRunner):  # type: ignore[misc]
+    """The V1 runner, hooked. `hooked` is set once the model is loaded."""
+
+    hooked: RankRequests | None = None
+    _drafted: frozenset[str] = frozenset()
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        hooked = self.hooked
+        if hooked is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                hooked.end(request_id)
+            for new in scheduler_output.scheduled_new_reqs:
+                params = new.sampling_params
+                mark = None if params is None else RequestMark.of(params.extra_args)
+                if mark is not None:
+                    hooked.start(new.req_id, mark.key)
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            self._drafted = frozenset(request_id for request_id, tokens in drafts.items() if tokens)
+        return super().execute_model(scheduler_output, intermediate_tensors)
+
+    def _model_forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        hooked = self.hooked
+        given = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        if not hooked:
+            return super()._model_forward(*given, **model_kwargs)
+        assert positions is not None
+        drafted = hooked.begin(self._step_rows(input_ids), len(positions))
+        try:
+            output = super()._model_forward(*given, **model_kwargs)
+        except BaseException:
+            hooked.hooks.fail()
+            raise
+        hooked.hooks.end(drafted)
+        return output
+
+    def _step_rows(self, input_ids: torch.Tensor | None) -> Iterator[StepRows]:
+        """The rows of the hooked requests of this step."""
+        batch = self.input_batch
+        starts = self.query_start_loc.np
+        ids = self.input_ids.cpu if input_ids is None else input_ids
+        hooked = self.hooked
+        assert hooked is not None
+        for index, request_id in enumerate(batch.req_ids):
+            if request_id in hooked:
+                first, stop = int(starts[index]), int(starts[index + 1])
+                yield StepRows(
+                    request_id,
+                    first,
+                    int(batch.num_computed_tokens_cpu[index]),
+                    ids[first:stop].tolist(),
+                    int(batch.num_prompt_tokens[index]),
+                    request_id in self._drafted,
+                )
+
+
+class HookedCpuRunner(HookedRunner, CPUModelRunner):  # type: ignore[misc]
+    """The V1 runner of CPUs, hooked."""

@@ -340,11 +340,6 @@ class _LoopExperts:
         )
 
 
-def _packed_experts(routed: Experts) -> native.ExpertProducts:
-    matrices = [matrix for expert in range(routed.count) for matrix in routed.matrices(expert)]
-    return native.ExpertProducts(matrices, routed.limit)
-
-
 class CpuMoE:
     """Replaces `MoE.forward`, for rows of any sequences."""
 
@@ -353,7 +348,7 @@ class CpuMoE:
         self.gate = moe.gate
         routed = moe.experts
         self.count, self.inner = routed.count, routed.inner
-        self.add_experts = _LoopExperts(routed) if routed.types is None else _packed_experts(routed)
+        self.add_experts = _LoopExperts(routed) if routed.types is None else routed.products()
         self.shared_down = _product(moe.shared_experts.w2)
         self.bias = np.zeros(0, np.float32) if self.gate.bias is None else _array(self.gate.bias)
         self.limit = np.float32(routed.limit)

@@ -13,7 +13,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
-from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
+from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType, native
 from birkhoff.model.batch import Batch
 from birkhoff.model.compiled import CompiledMoE
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
@@ -82,6 +82,7 @@ class Experts(nn.Module):
         self.store: ExpertStore | None = None
         self.layer = 0  # in the store
         self._addresses: tuple[int, torch.Tensor] | None = None  # with the address they were computed for
+        self._products: tuple[int, native.ExpertProducts] | None = None  # likewise
         hidden = config.hidden_size
         inner = self.inner
         if packed:
@@ -172,6 +173,7 @@ class Experts(nn.Module):
                 None,
                 lambda: [(None, self.addresses())],
                 self.inner,
+                products=self.products,
             )
         parts = self.stored_parts if prefetch is None else prefetch.parts
 
@@ -188,6 +190,14 @@ class Experts(nn.Module):
         return kernel.Stack(
             self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, waves, self.inner
         )
+
+    def products(self) -> native.ExpertProducts:
+        """Packed experts in host memory as the native CPU kernels take them."""
+        address = 0 if self.mapped is not None else self.gate_up.data_ptr()
+        if self._products is None or self._products[0] != address:
+            matrices = [matrix for expert in range(self.count) for matrix in self.matrices(expert)]
+            self._products = address, native.ExpertProducts(matrices, self.limit)
+        return self._products[1]
 
     def _dequantise(self, matrices: Sequence[PackedMatrix]) -> torch.Tensor:
         """Matrices below each other as numbers, in the model's dtype."""

@@ -11,6 +11,7 @@ import torch
 
 from birkhoff.kernels.attend import reference
 from birkhoff.kernels.attend.topk_indices import TopkIndices
+from birkhoff.kernels.packed import native
 
 MIN_BLOCK = 64
 
@@ -29,6 +30,8 @@ def attend(
         return reference.attend(queries, recent, oldest, entries, selected, sink, window, scale)
     if isinstance(selected, TopkIndices):
         selected = None if entries is None else selected.mask(entries.shape[1])
+    if native.available():
+        return native.attend(queries, recent, oldest, entries, selected, sink, window, scale)
     batch, length, heads, width = queries.shape
     past = recent.shape[1] - length
     block = max(window, MIN_BLOCK)

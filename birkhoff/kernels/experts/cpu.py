@@ -1,4 +1,6 @@
-"""Experts on a CPU for many rows: rows are sorted by expert once, then each expert is two products on a slice."""
+"""Experts on a CPU for many rows: rows are sorted by expert once, then each expert is two products on a slice.
+
+Packed experts are read as they are stored by the native kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from birkhoff.kernels.experts import reference
 from birkhoff.kernels.experts.reference import Stack
 from birkhoff.kernels.linear import cpu as linear_cpu
+from birkhoff.kernels.packed import native
 
 
 def experts(
@@ -22,6 +25,8 @@ def experts(
 ) -> torch.Tensor:
     if round_input is not None or x.dtype is not torch.float32:
         return reference.experts(x, ids, weights, stack, limit, round_input, shared)
+    if stack.products is not None and native.available():
+        return reference.add_shared(stack.products().sum(x, ids, weights), shared)
     count, topk = ids.shape
     order = ids.flatten().argsort(stable=True)
     rows_per_expert = torch.bincount(ids.flatten(), minlength=stack.count).tolist()

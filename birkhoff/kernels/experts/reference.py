@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from birkhoff.kernels.packed.native import ExpertProducts
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -21,6 +23,9 @@ class Stack:
     dense: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, 2i, d], [E, i, d]
     batches: Callable[[], Iterable[tuple[Sequence[int] | None, torch.Tensor]]] | None = None
     inner: int = 0  # i
+    products: Callable[[], ExpertProducts] | None = (
+        None  # packed experts in host memory, for the native kernels
+    )
 
 
 def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:

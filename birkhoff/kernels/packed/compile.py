@@ -1,4 +1,4 @@
-"""Compile and load the native CPU kernels (`native.cpp`) with the machine's C++ compiler.
+"""Compile and load the native CPU kernels (`native.cpp` and its headers) with the machine's C++ compiler.
 
 The library is built on first use, for the instructions of this processor, and kept in the cache folder under a key of
 the source, the compiler and the processor. Without a compiler (`c++`, `g++`, `clang++` or `$CXX`) there are no native
@@ -21,8 +21,9 @@ from pathlib import Path
 
 from birkhoff.kernels.cache_folder import cache_folder
 
-SOURCE = Path(__file__).with_name("native.cpp")
-ABI = 1
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "native.cpp"
+ABI = 2
 # As -ffast-math, but infinities and NaN keep their meaning and the processor's rounding mode is left alone.
 FLAGS = (
     "-O3",
@@ -70,7 +71,8 @@ def find_compiler() -> str | None:
 def build(compiler: str) -> Path:
     """Compile the source unless the cache folder has it; returns the library's path."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), version, _processor(), " ".join(FLAGS).encode())))
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(FOLDER.glob("*.h")))]
+    key = hashlib.sha256(b"\0".join((*sources, version, _processor(), " ".join(FLAGS).encode())))
     name = f"packed-{key.hexdigest()[:32]}.so"
     folder = cache_folder("native")
     file = folder / name

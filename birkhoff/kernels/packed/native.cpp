@@ -1,695 +1,18 @@
-// Products with packed matrices on a CPU.
+// Products with packed matrices and attention on a CPU: what Python calls.
 //
 // A matrix is read as it is stored. Rows of the result are independent of each other and of the number of threads.
-// Four rows of a weight are decoded at a time, 256 columns each, into a buffer that stays in the L1 cache, and multiplied
-// with all rows of x. The common types take a shorter way: their codes are decoded in registers.
-// Sums are float32. The types are those of types.py.
+// Sums are float32.
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
-#include <unistd.h>
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define WIDE 1
-#include <immintrin.h>
-#else
-#define WIDE 0
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-#endif
-
-enum Type { F32, F16, BF16, FP8, FP4, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, IQ2_XS, IQ3_XXS, IQ4_XS };
-
-// One matrix, as Python passes it. scale_rows: rows that share a scale (128 for FP8, 1 for FP4).
-struct Matrix {
-    int64_t type, rows, columns, row_bytes;
-    const uint8_t *codes, *scales;
-    int64_t scale_rows, scale_stride;
-};
+#include "attention.h"
+#include "decode.h"
+#include "few_rows.h"
+#include "many_rows.h"
+#include "threads.h"
 
 namespace {
-
-constexpr int CHUNK = 256;  // columns decoded at a time: a multiple of every block size
-constexpr int WEIGHT_ROWS = 4;
-typedef float Vec __attribute__((vector_size(64)));
-constexpr int LANES = 16;
-
-float e8m0_table[256];
-float e4m3_table[256];
-uint8_t grid_iq2_xxs[256][8], grid_iq2_xs[512][8], grid_iq3_xxs[256][4];
-int8_t sign_table[128][8];
-const float fp4_levels[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-const int8_t iq4_levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
-inline float bits_to_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-inline float half(const uint8_t *at) {
-    uint16_t bits;
-    memcpy(&bits, at, 2);
-#if defined(__F16C__) || WIDE
-    return _cvtsh_ss(bits);
-#else
-    const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31, mantissa = bits & 1023;
-    if (exponent == 31) return bits_to_float(sign | 0x7f800000u | (mantissa << 13));
-    if (exponent == 0) return (sign ? -1.f : 1.f) * float(mantissa) * 5.9604644775390625e-8f;
-    return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
-#endif
-}
-
-inline uint32_t word(const uint8_t *at) {
-    uint32_t value;
-    memcpy(&value, at, 4);
-    return value;
-}
-
-// decode<T>(codes of a row, scales of a row, first column, count, out): columns [first, first + count) as float32.
-
-template <int T> void decode(const uint8_t *row, const uint8_t *scales, int first, int count, float *out);
-
-template <> void decode<F32>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    memcpy(out, row + 4 * int64_t(first), 4 * size_t(count));
-}
-
-template <> void decode<F16>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += 2 * int64_t(first);
-    int j = 0;
-#if WIDE
-    for (; j + 16 <= count; j += 16)
-        _mm512_storeu_ps(out + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * j))));
-#endif
-    for (; j < count; j++) out[j] = half(row + 2 * j);
-}
-
-template <> void decode<BF16>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += 2 * int64_t(first);
-    for (int j = 0; j < count; j++) {
-        uint16_t bits;
-        memcpy(&bits, row + 2 * j, 2);
-        out[j] = bits_to_float(uint32_t(bits) << 16);
-    }
-}
-
-#if WIDE
-// Sixteen E4M3 codes, 2^8 too small: the bits are those of float16. NaN codes, which loaders reject, become 480.
-inline __m512 e4m3(const uint8_t *codes) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xBFFF))));
-}
-#endif
-
-template <> void decode<FP8>(const uint8_t *row, const uint8_t *scales, int first, int count, float *out) {
-    row += first;
-    for (int start = 0; start < count;) {  // pieces under one scale
-        const int stop = std::min(count, start + 128 - (first + start) % 128);
-        const float scale = e8m0_table[scales[(first + start) / 128]];
-        int j = start;
-#if WIDE
-        const __m512 factor = _mm512_set1_ps(scale), up = _mm512_set1_ps(256.f);
-        for (; j + 16 <= stop; j += 16)
-            _mm512_storeu_ps(out + j, _mm512_mul_ps(_mm512_mul_ps(e4m3(row + j), up), factor));
-#endif
-        for (; j < stop; j++) out[j] = e4m3_table[row[j]] * scale;
-        start = stop;
-    }
-}
-
-template <> void decode<FP4>(const uint8_t *row, const uint8_t *scales, int first, int count, float *out) {
-    row += first / 2;
-    scales += first / 32;
-    for (int g = 0; g < count / 32; g++, row += 16, out += 32) {
-        const float scale = e8m0_table[scales[g]];
-#if WIDE
-        const __m512 table = _mm512_loadu_ps(fp4_levels), factor = _mm512_set1_ps(scale);
-        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)row));
-        const __m512 even = _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), factor);
-        const __m512 odd = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table), factor);
-        const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-        _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, low, odd));
-        _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, high, odd));
-#else
-        for (int j = 0; j < 16; j++) {
-            out[2 * j] = fp4_levels[row[j] & 15] * scale;
-            out[2 * j + 1] = fp4_levels[row[j] >> 4] * scale;
-        }
-#endif
-    }
-}
-
-template <> void decode<Q8_0>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 32) * 34;
-    for (int g = 0; g < count / 32; g++, row += 34, out += 32) {
-        const float scale = half(row);
-        const int8_t *codes = (const int8_t *)(row + 2);
-        for (int j = 0; j < 32; j++) out[j] = float(codes[j]) * scale;
-    }
-}
-
-template <> void decode<MXFP4>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 32) * 17;
-    for (int g = 0; g < count / 32; g++, row += 17, out += 32) {
-        const float scale = e8m0_table[row[0]];
-#if WIDE
-        const __m512 table = _mm512_loadu_ps(fp4_levels), factor = _mm512_set1_ps(scale);
-        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(row + 1)));
-        _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), factor));
-        const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
-        _mm512_storeu_ps(out + 16, _mm512_mul_ps(high, factor));
-#else
-        for (int j = 0; j < 16; j++) {
-            out[j] = fp4_levels[row[1 + j] & 15] * scale;
-            out[j + 16] = fp4_levels[row[1 + j] >> 4] * scale;
-        }
-#endif
-    }
-}
-
-#if WIDE
-// The bits [shift, ...) under `mask` of sixteen bytes.
-inline __m128i bits_of(const uint8_t *codes, int shift, int mask) {
-    const __m128i raw = _mm_loadu_si128((const __m128i *)codes);
-    return _mm_and_si128(_mm_srl_epi16(raw, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(char(mask)));
-}
-
-// out[0 .. 16) = a * values + b for sixteen signed bytes.
-inline void store16(__m128i values, float a, float b, float *out) {
-    const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values));
-    _mm512_storeu_ps(out, _mm512_fmadd_ps(wide, _mm512_set1_ps(a), _mm512_set1_ps(b)));
-}
-#endif
-
-// out[0 .. 16) = a * (((codes >> shift) & mask) + ((top >> top_shift) & top_mask) * high - offset) + b.
-inline void fields(const uint8_t *codes, int shift, int mask, const uint8_t *top, int top_shift, int top_mask, int high,
-                   int offset, float a, float b, float *out) {
-#if WIDE
-    __m128i values = bits_of(codes, shift, mask);
-    if (top) {
-        const __m128i above = bits_of(top, top_shift, top_mask);
-        values = _mm_or_si128(values, high == 4 ? _mm_slli_epi16(above, 2) : _mm_slli_epi16(above, 4));
-    }
-    if (offset) values = _mm_sub_epi8(values, _mm_set1_epi8(char(offset)));
-    store16(values, a, b, out);
-#else
-    for (int j = 0; j < 16; j++) {
-        const int above = top ? ((top[j] >> top_shift) & top_mask) * high : 0;
-        out[j] = a * float(((codes[j] >> shift) & mask) + above - offset) + b;
-    }
-#endif
-}
-
-template <> void decode<Q2_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 84;
-    for (int block = 0; block < count / 256; block++, row += 84) {
-        const float d = half(row + 80), least = half(row + 82);
-        for (int group = 0; group < 16; group++, out += 16) {
-            const uint8_t scale = row[group];
-            const uint8_t *codes = row + 16 + 32 * (group / 8) + 16 * (group % 2);
-            fields(codes, 2 * (group / 2 % 4), 3, nullptr, 0, 0, 0, 0, d * float(scale & 15), -least * float(scale >> 4), out);
-        }
-    }
-}
-
-template <> void decode<Q3_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 110;
-    for (int block = 0; block < count / 256; block++, row += 110) {
-        const float d = half(row + 108);
-        for (int group = 0; group < 16; group++, out += 16) {
-            const int low = (row[96 + group % 8] >> (4 * (group / 8))) & 15;
-            const int high = (row[104 + group % 4] >> (2 * (group / 4))) & 3;
-            const float step = d * float((low | high << 4) - 32);
-            const uint8_t *codes = row + 32 + 32 * (group / 8) + 16 * (group % 2), *top = row + 16 * (group % 2);
-            fields(codes, 2 * (group / 2 % 4), 3, top, group / 2, 1, 4, 4, step, 0.f, out);
-        }
-    }
-}
-
-inline void scale_and_minimum(const uint8_t *packed, int group, float &scale, float &least) {
-    if (group < 4) {
-        scale = float(packed[group] & 63);
-        least = float(packed[group + 4] & 63);
-    } else {
-        scale = float((packed[group + 4] & 15) | ((packed[group - 4] >> 2) & 48));
-        least = float((packed[group + 4] >> 4) | ((packed[group] >> 2) & 48));
-    }
-}
-
-template <> void decode<Q4_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 144;
-    for (int block = 0; block < count / 256; block++, row += 144) {
-        const float d = half(row), dmin = half(row + 2);
-        for (int group = 0; group < 8; group++, out += 32) {
-            float scale, least;
-            scale_and_minimum(row + 4, group, scale, least);
-            for (int part = 0; part < 32; part += 16)
-                fields(row + 16 + 32 * (group / 2) + part, 4 * (group % 2), 15, nullptr, 0, 0, 0, 0, d * scale, -dmin * least,
-                       out + part);
-        }
-    }
-}
-
-template <> void decode<Q5_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 176;
-    for (int block = 0; block < count / 256; block++, row += 176) {
-        const float d = half(row), dmin = half(row + 2);
-        for (int group = 0; group < 8; group++, out += 32) {
-            float scale, least;
-            scale_and_minimum(row + 4, group, scale, least);
-            const uint8_t *codes = row + 48 + 32 * (group / 2), *top = row + 16;
-            for (int part = 0; part < 32; part += 16)
-                fields(codes + part, 4 * (group % 2), 15, top + part, group, 1, 16, 0, d * scale, -dmin * least, out + part);
-        }
-    }
-}
-
-template <> void decode<Q6_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 210;
-    for (int block = 0; block < count / 256; block++, row += 210) {
-        const float d = half(row + 208);
-        const int8_t *scales = (const int8_t *)(row + 192);
-        for (int group = 0; group < 8; group++, out += 32) {
-            const uint8_t *low = row + 64 * (group / 4) + 32 * (group % 2), *high = row + 128 + 32 * (group / 4);
-            for (int part = 0; part < 2; part++)
-                fields(low + 16 * part, 4 * (group / 2 % 2), 15, high + 16 * part, 2 * (group % 4), 3, 16, 32,
-                       d * float(scales[2 * group + part]), 0.f, out + 16 * part);
-        }
-    }
-}
-
-// Eight magnitudes times eight signs times a step.
-inline void lattice(const uint8_t *grid, const int8_t *signs, float step, float *out) {
-#if WIDE
-    const __m256i magnitudes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)grid));
-    const __m256i factors = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)signs));
-    const __m256 values = _mm256_cvtepi32_ps(_mm256_sign_epi32(magnitudes, factors));
-    _mm256_storeu_ps(out, _mm256_mul_ps(values, _mm256_set1_ps(step)));
-#else
-    for (int j = 0; j < 8; j++) out[j] = step * float(grid[j]) * float(signs[j]);
-#endif
-}
-
-template <> void decode<IQ2_XXS>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 66;
-    for (int block = 0; block < count / 256; block++, row += 66) {
-        const float d = half(row);
-        for (int group = 0; group < 8; group++, out += 32) {
-            const uint8_t *at = row + 2 + 8 * group;
-            const uint32_t aux = word(at + 4);
-            const float step = d * (0.5f + float(aux >> 28)) * 0.25f;
-            for (int k = 0; k < 4; k++)
-                lattice(grid_iq2_xxs[at[k]], sign_table[(aux >> (7 * k)) & 127], step, out + 8 * k);
-        }
-    }
-}
-
-template <> void decode<IQ2_XS>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 74;
-    for (int block = 0; block < count / 256; block++, row += 74) {
-        const float d = half(row);
-        for (int k = 0; k < 32; k += 2, out += 16) {
-            const float step = d * (0.5f + float((row[66 + k / 4] >> (2 * (k % 4))) & 15)) * 0.25f;
-            const uint32_t pair = word(row + 2 + 2 * k);
-            lattice(grid_iq2_xs[pair & 511], sign_table[(pair >> 9) & 127], step, out);
-            lattice(grid_iq2_xs[(pair >> 16) & 511], sign_table[pair >> 25], step, out + 8);
-        }
-    }
-}
-
-template <> void decode<IQ3_XXS>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 98;
-    for (int block = 0; block < count / 256; block++, row += 98) {
-        const float d = half(row);
-        for (int group = 0; group < 8; group++) {
-            const uint32_t aux = word(row + 66 + 4 * group);
-            const float step = d * (0.5f + float(aux >> 28)) * 0.5f;
-            const uint8_t *at = row + 2 + 8 * group;
-            for (int k = 0; k < 4; k++, out += 8) {
-                uint8_t magnitudes[8];
-                memcpy(magnitudes, grid_iq3_xxs[at[2 * k]], 4);
-                memcpy(magnitudes + 4, grid_iq3_xxs[at[2 * k + 1]], 4);
-                lattice(magnitudes, sign_table[(aux >> (7 * k)) & 127], step, out);
-            }
-        }
-    }
-}
-
-template <> void decode<IQ4_XS>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
-    row += int64_t(first / 256) * 136;
-    for (int block = 0; block < count / 256; block++, row += 136) {
-        const float d = half(row);
-        const int high = row[2] | row[3] << 8;
-        for (int group = 0; group < 8; group++, out += 32) {
-            const int low = (row[4 + group / 2] >> (4 * (group % 2))) & 15;
-            const float step = d * float((low | ((high >> (2 * group)) & 3) << 4) - 32);
-            const uint8_t *codes = row + 8 + 16 * group;
-#if WIDE
-            const __m128i table = _mm_loadu_si128((const __m128i *)iq4_levels), mask = _mm_set1_epi8(15);
-            const __m128i both = _mm_loadu_si128((const __m128i *)codes);
-            const __m128i first_half = _mm_shuffle_epi8(table, _mm_and_si128(both, mask));
-            const __m128i second_half = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(both, 4), mask));
-            const __m512 factor = _mm512_set1_ps(step);
-            _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first_half)), factor));
-            _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second_half)), factor));
-#else
-            for (int j = 0; j < 16; j++) {
-                out[j] = step * float(iq4_levels[codes[j] & 15]);
-                out[j + 16] = step * float(iq4_levels[codes[j] >> 4]);
-            }
-#endif
-        }
-    }
-}
-
-// A hint only: addresses behind the end of a matrix are harmless.
-inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
-
-inline const uint8_t *scales_of(const Matrix &m, int64_t row) {
-    return m.scales ? m.scales + row / m.scale_rows * m.scale_stride : nullptr;
-}
-
-inline Vec load(const float *at) {
-    Vec value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-inline float total(Vec v) {
-#if WIDE
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
-    return sum;
-#endif
-}
-
-// acc[r][w] += x[r] . buffer[w] over CHUNK columns (zero-padded), for X rows of x.
-template <int X> inline void multiply(const float *x, int64_t stride, const float (*buffer)[CHUNK], int count, Vec *acc) {
-    Vec sums[X][WEIGHT_ROWS];
-    for (int r = 0; r < X; r++)
-        for (int w = 0; w < WEIGHT_ROWS; w++) sums[r][w] = acc[r * WEIGHT_ROWS + w];
-    for (int k = 0; k < count; k += LANES) {
-        Vec weights[WEIGHT_ROWS];
-        for (int w = 0; w < WEIGHT_ROWS; w++) weights[w] = load(buffer[w] + k);
-        for (int r = 0; r < X; r++) {
-            const Vec value = load(x + r * stride + k);
-            for (int w = 0; w < WEIGHT_ROWS; w++) sums[r][w] += weights[w] * value;
-        }
-    }
-    for (int r = 0; r < X; r++)
-        for (int w = 0; w < WEIGHT_ROWS; w++) acc[r * WEIGHT_ROWS + w] = sums[r][w];
-}
-
-// Rows [first, stop) of the product: out[r * out_stride + row] for n rows of x. x is padded to whole chunks.
-template <int T>
-void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
-                  int64_t out_stride) {
-    alignas(64) float buffer[WEIGHT_ROWS][CHUNK];
-    Vec acc_few[4 * WEIGHT_ROWS];
-    std::unique_ptr<Vec[]> acc_many(n > 4 ? new Vec[n * WEIGHT_ROWS] : nullptr);
-    Vec *acc = n > 4 ? acc_many.get() : acc_few;
-    for (int64_t row = first; row < stop; row += WEIGHT_ROWS) {
-        const int weight_rows = int(std::min<int64_t>(WEIGHT_ROWS, stop - row));
-        memset(acc, 0, sizeof(Vec) * n * WEIGHT_ROWS);
-        for (int start = 0; start < m.columns; start += CHUNK) {
-            const int count = int(std::min<int64_t>(CHUNK, m.columns - start));
-            const int64_t from = m.row_bytes * start / m.columns, chunk_bytes = m.row_bytes * count / m.columns;
-            for (int w = 0; w < WEIGHT_ROWS; w++) {
-                const uint8_t *next = m.codes + (row + WEIGHT_ROWS + w) * m.row_bytes + from;
-                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b);
-                if (w < weight_rows)
-                    decode<T>(m.codes + (row + w) * m.row_bytes, scales_of(m, row + w), start, count, buffer[w]);
-                if (w >= weight_rows) memset(buffer[w], 0, sizeof buffer[w]);
-                else if (count < CHUNK) memset(buffer[w] + count, 0, 4 * (CHUNK - count));
-            }
-            const int padded = (count + LANES - 1) / LANES * LANES;
-            int r = 0;
-            for (; r + 4 <= n; r += 4) multiply<4>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
-            for (; r + 2 <= n; r += 2) multiply<2>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
-            for (; r < n; r++) multiply<1>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
-        }
-        for (int r = 0; r < n; r++)
-            for (int w = 0; w < weight_rows; w++) out[r * out_stride + row + w] = total(acc[r * WEIGHT_ROWS + w]);
-    }
-}
-
-#if WIDE
-// X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
-// depend on X, so that results do not depend on the other rows of a batch.
-template <int T, int ROWS, int X>
-inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride) {
-    const __m512 table = _mm512_loadu_ps(fp4_levels);
-    __m512 acc[ROWS][X];
-    const uint8_t *codes[ROWS], *scales[ROWS];
-    const int64_t next = ROWS * m.row_bytes;  // the rows after these: short rows end before hardware prefetch pays
-    for (int w = 0; w < ROWS; w++) {
-        for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
-        codes[w] = m.codes + (row + w) * m.row_bytes;
-        scales[w] = scales_of(m, row + w);
-    }
-    if (T == MXFP4 || T == Q8_0 || T == FP4) {
-        for (int64_t g = 0; g < m.columns / 32; g++) {
-            __m512 x0[X], x1[X];
-            for (int r = 0; r < X; r++) {
-                x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
-                x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
-            }
-            if (X == 1 && g % (T == Q8_0 ? 2 : 4) == 0)  // about a cache line of every row
-                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g);
-            for (int w = 0; w < ROWS; w++) {
-                __m512 low, high, scale;
-                if (T == Q8_0) {
-                    const uint8_t *at = codes[w] + 34 * g;
-                    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 2))));
-                    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 18))));
-                    scale = _mm512_set1_ps(half(at));
-                } else {
-                    const uint8_t *at = T == MXFP4 ? codes[w] + 17 * g + 1 : codes[w] + 16 * g;
-                    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
-                    low = _mm512_permutexvar_ps(pairs, table);
-                    high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table);
-                    scale = _mm512_set1_ps(e8m0_table[T == MXFP4 ? at[-1] : scales[w][g]]);
-                }
-                for (int r = 0; r < X; r++) {
-                    const __m512 sum = _mm512_fmadd_ps(high, x1[r], _mm512_mul_ps(low, x0[r]));
-                    acc[w][r] = _mm512_fmadd_ps(sum, scale, acc[w][r]);
-                }
-            }
-        }
-    } else if (T == FP8) {
-        for (int64_t start = 0; start < m.columns; start += 128) {
-            const int64_t stop = std::min<int64_t>(start + 128, m.columns);
-            __m512 sum[ROWS][X];
-            for (int w = 0; w < ROWS; w++)
-                for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
-            if (X == 1)
-                for (int w = 0; w < ROWS; w++) {
-                    prefetch(codes[w] + next + start);
-                    prefetch(codes[w] + next + start + 64);
-                }
-            for (int64_t k = start; k < stop; k += 16) {
-                for (int w = 0; w < ROWS; w++) {
-                    const __m512 weight = e4m3(codes[w] + k);
-                    for (int r = 0; r < X; r++)
-                        sum[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), sum[w][r]);
-                }
-            }
-            for (int w = 0; w < ROWS; w++) {
-                const __m512 scale = _mm512_set1_ps(256.f * e8m0_table[scales[w][start / 128]]);
-                for (int r = 0; r < X; r++) acc[w][r] = _mm512_fmadd_ps(sum[w][r], scale, acc[w][r]);
-            }
-        }
-    } else {
-        for (int64_t k = 0; k < m.columns; k += 16) {
-            for (int w = 0; w < ROWS; w++) {
-                __m512 weight;
-                if (T == F32) weight = _mm512_loadu_ps((const float *)codes[w] + k);
-                else {
-                    const __m256i raw = _mm256_loadu_si256((const __m256i *)(codes[w] + 2 * k));
-                    weight = T == F16 ? _mm512_cvtph_ps(raw)
-                                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
-                }
-                for (int r = 0; r < X; r++)
-                    acc[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), acc[w][r]);
-            }
-        }
-    }
-    for (int w = 0; w < ROWS; w++)
-        for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
-}
-
-template <int T, int ROWS>
-inline void all_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, int n, float *out, int64_t out_stride) {
-    int r = 0;
-    for (; r + 4 <= n; r += 4) few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
-    for (; r + 2 <= n; r += 2) few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
-    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
-}
-
-// Columns of whole vectors only; FP4 takes x with the even columns of every 32 before the odd ones.
-template <int T>
-void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
-                  int64_t out_stride) {
-    int64_t row = first;
-    for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
-    for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
-}
-#endif
-
-#define FOR_TYPE(type, call)                                                                      \
-    switch (type) {                                                                               \
-        case F32: call(F32); break;                                                               \
-        case F16: call(F16); break;                                                               \
-        case BF16: call(BF16); break;                                                             \
-        case FP8: call(FP8); break;                                                               \
-        case FP4: call(FP4); break;                                                               \
-        case Q8_0: call(Q8_0); break;                                                             \
-        case MXFP4: call(MXFP4); break;                                                           \
-        case Q2_K: call(Q2_K); break;                                                             \
-        case Q3_K: call(Q3_K); break;                                                             \
-        case Q4_K: call(Q4_K); break;                                                             \
-        case Q5_K: call(Q5_K); break;                                                             \
-        case Q6_K: call(Q6_K); break;                                                             \
-        case IQ2_XXS: call(IQ2_XXS); break;                                                       \
-        case IQ2_XS: call(IQ2_XS); break;                                                         \
-        case IQ3_XXS: call(IQ3_XXS); break;                                                       \
-        case IQ4_XS: call(IQ4_XS); break;                                                         \
-    }
-
-// x with rows padded by zeros to whole vectors, and for FP4 also deinterleaved.
-struct Input {
-    const float *rows;
-    int64_t stride;
-    int n;
-    const float *deinterleaved;
-    int64_t deinterleaved_stride;
-};
-
-void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, float *out, int64_t out_stride) {
-#if WIDE
-    if (m.columns % 16 == 0) {
-#define REGISTERS(T) in_registers<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
-        switch (m.type) {
-            case F32: return REGISTERS(F32);
-            case F16: return REGISTERS(F16);
-            case BF16: return REGISTERS(BF16);
-            case FP8: return REGISTERS(FP8);
-            case Q8_0: return REGISTERS(Q8_0);
-            case MXFP4: return REGISTERS(MXFP4);
-            case FP4:
-                return in_registers<FP4>(m, first, stop, in.deinterleaved, in.deinterleaved_stride, in.n, out, out_stride);
-        }
-#undef REGISTERS
-    }
-#endif
-#define ROWS(T) product_rows<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
-    FOR_TYPE(m.type, ROWS)
-#undef ROWS
-}
-
-// Threads. A job is a function of the part index. The caller computes parts too, and all of them if no other thread gets
-// to run, so that a busy machine costs no more than it must.
-class Pool {
-  public:
-    void run(int parts, int threads, const std::function<void(int)> &job) {
-        if (parts <= 1 || threads <= 1) {
-            for (int part = 0; part < parts; part++) job(part);
-            return;
-        }
-        std::lock_guard<std::mutex> one_job(jobs_);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            while (int(workers_.size()) < threads - 1) workers_.emplace_back([this] { work(); });
-            job_ = &job;
-            parts_ = parts;
-            next_.store(0);
-            open_ = true;
-            generation_.fetch_add(1);
-        }
-        wake_.notify_all();
-        take_parts(job, parts);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            open_ = false;  // no worker may join any more
-        }
-        for (int spin = 0; active_.load(std::memory_order_acquire) > 0; spin++)
-            if (spin > 1000) std::this_thread::yield();
-    }
-
-  private:
-    void take_parts(const std::function<void(int)> &job, int parts) {
-        for (int part; (part = next_.fetch_add(1)) < parts;) job(part);
-    }
-
-    void work() {
-        uint64_t seen = 0;
-        for (;;) {
-            for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen; spin++) {
-#if WIDE
-                _mm_pause();
-#endif
-            }
-            const std::function<void(int)> *job = nullptr;
-            int parts = 0;
-            {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return generation_.load() != seen; });
-                seen = generation_.load();
-                if (open_) {
-                    job = job_;
-                    parts = parts_;
-                    active_.fetch_add(1);
-                }
-            }
-            if (job) {
-                take_parts(*job, parts);
-                active_.fetch_sub(1, std::memory_order_release);
-            }
-        }
-    }
-
-    std::mutex jobs_, mutex_;
-    std::condition_variable wake_;
-    std::vector<std::thread> workers_;
-    std::atomic<uint64_t> generation_{0};
-    std::atomic<int> next_{0}, active_{0};
-    const std::function<void(int)> *job_ = nullptr;
-    int parts_ = 0;
-    bool open_ = false;
-};
-
-Pool &pool() {
-    // Never destroyed, since threads may outlive static objects; a forked child has none of them and gets its own.
-    static std::atomic<Pool *> instance{nullptr};
-    static std::atomic<pid_t> owner{0};
-    if (owner.load() != getpid()) {
-        instance.store(new Pool);
-        owner.store(getpid());
-    }
-    return *instance.load();
-}
-
-// Parts of a job: at least this many weights each, and at most four for every thread.
-constexpr int64_t PART_WEIGHTS = 1 << 17;
-
-int parts_for(int64_t weights, int threads) {
-    if (threads <= 1 || weights < 3 * PART_WEIGHTS) return 1;
-    return int(std::min<int64_t>(4 * threads, weights / PART_WEIGHTS));
-}
 
 // Buffers of the calling thread, kept between calls.
 struct Scratch {
@@ -697,45 +20,16 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-int64_t whole(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
-
-Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, std::vector<float> &padded,
-              std::vector<float> &deinterleaved) {
-    Input in{x, stride, n, nullptr, columns};
-    if (columns % LANES) {  // the loops read whole vectors
-        const int64_t width = whole(columns);
-        padded.assign(n * width, 0.f);
-        for (int r = 0; r < n; r++) memcpy(&padded[r * width], x + r * stride, 4 * columns);
-        in.rows = padded.data();
-        in.stride = width;
-    }
-    if (fp4) {
-        deinterleaved.resize(n * columns);
-        for (int r = 0; r < n; r++) {
-            const float *from = x + r * stride;
-            float *into = &deinterleaved[r * columns];
-            for (int64_t g = 0; g < columns; g += 32)
-                for (int j = 0; j < 16; j++) {
-                    into[g + j] = from[g + 2 * j];
-                    into[g + 16 + j] = from[g + 2 * j + 1];
-                }
-        }
-        in.deinterleaved = deinterleaved.data();
-    }
-    return in;
-}
-
-inline float swiglu(float a, float b, float limit) {
-    a = std::min(a, limit);
-    b = std::max(std::min(b, limit), -limit);
-    return a / (1.f + std::exp(-a)) * b;
+PanelBuffer &panel_buffer() {
+    thread_local std::unique_ptr<PanelBuffer> buffer(new PanelBuffer);
+    return *buffer;
 }
 
 }  // namespace
 
 extern "C" {
 
-int birkhoff_abi() { return 1; }
+int birkhoff_abi() { return 2; }
 
 void birkhoff_tables(const uint8_t *iq2_xxs, const uint8_t *iq2_xs, const uint8_t *iq3_xxs) {
     memcpy(grid_iq2_xxs, iq2_xxs, sizeof grid_iq2_xxs);
@@ -882,6 +176,116 @@ void birkhoff_experts(const Matrix *matrices, int experts, const float *x, int n
                 for (int64_t j = first; j < stop; j++) target[j] += partial[i * width + j];
             }
         }
+    });
+}
+
+// As birkhoff_products for many rows of x.
+void birkhoff_many_products(const Matrix *matrices, int count, const float *x, int64_t stride, int64_t n, float *out,
+                            int64_t out_stride, int threads) {
+    const int64_t columns = matrices[0].columns;
+    pack_rows([&](int64_t r) { return x + r * stride; }, n, columns, scratch.padded);
+    struct Part { const Matrix *matrix; int64_t first, column; };
+    std::vector<Part> parts;
+    int64_t column = 0;
+    for (int i = 0; i < count; i++) {
+        for (int64_t row = 0; row < matrices[i].rows; row += PANEL) parts.push_back({matrices + i, row, column + row});
+        column += matrices[i].rows;
+    }
+    const float *packed = scratch.padded.data();
+    pool().run(int(parts.size()), threads, [&](int index) {
+        const Part &part = parts[index];
+        const int rows = int(std::min<int64_t>(PANEL, part.matrix->rows - part.first));
+        product_panel(*part.matrix, part.first, rows, packed, n, out + part.column, out_stride, panel_buffer());
+    });
+}
+
+// As birkhoff_grouped for many rows of x.
+void birkhoff_many_grouped(const Matrix *matrix, int64_t group, const float *x, int64_t stride, int64_t n, float *out,
+                           int64_t out_stride, int threads) {
+    for (int64_t g = 0; g * group < matrix->rows; g++) {
+        const float *columns = x + g * matrix->columns;
+        pack_rows([&](int64_t r) { return columns + r * stride; }, n, matrix->columns, scratch.padded);
+        const float *packed = scratch.padded.data();
+        const int64_t panels = (group + PANEL - 1) / PANEL;
+        pool().run(int(panels), threads, [&](int panel) {
+            const int64_t first = g * group + int64_t(panel) * PANEL;
+            const int rows = int(std::min<int64_t>(PANEL, (g + 1) * group - first));
+            product_panel(*matrix, first, rows, packed, n, out + first, out_stride, panel_buffer());
+        });
+    }
+}
+
+// As birkhoff_experts for many rows of x; `out` is written, not added to.
+void birkhoff_many_experts(const Matrix *matrices, int experts, const float *x, int64_t n, const int64_t *ids,
+                           const float *weights, int k, float limit, float *out, int threads) {
+    const int64_t width = matrices[0].columns, inner = matrices[0].rows, total_pairs = n * k;
+    // Pairs of a row and an expert, by expert; position[r * k + i] is where a pair of row r went.
+    std::vector<int64_t> first(experts + 1), order(total_pairs), position(total_pairs);
+    for (int64_t i = 0; i < total_pairs; i++) first[ids[i] + 1]++;
+    for (int e = 0; e < experts; e++) first[e + 1] += first[e];
+    {
+        std::vector<int64_t> next(first.begin(), first.end() - 1);
+        for (int64_t i = 0; i < total_pairs; i++) {
+            position[i] = next[ids[i]]++;
+            order[position[i]] = i;
+        }
+    }
+    std::vector<int> used;
+    for (int e = 0; e < experts; e++)
+        if (first[e + 1] > first[e]) used.push_back(e);
+    std::unique_ptr<float[]> partial(new float[total_pairs * width]);
+    pool().run(int(used.size()), threads, [&](int task) {
+        thread_local std::vector<float> packed, gate, hidden;
+        PanelBuffer &buffer = panel_buffer();
+        const int expert = used[task];
+        const int64_t from = first[expert], rows = first[expert + 1] - from;
+        const Matrix *matrix = matrices + 3 * int64_t(expert);
+        pack_rows([&](int64_t r) { return x + order[from + r] / k * width; }, rows, width, packed);
+        gate.resize(size_t(rows * 2 * PANEL));
+        hidden.resize(size_t(rows * inner));
+        for (int64_t panel = 0; panel < inner; panel += PANEL) {
+            const int outputs = int(std::min<int64_t>(PANEL, inner - panel));
+            product_panel(matrix[0], panel, outputs, packed.data(), rows, gate.data(), 2 * PANEL, buffer);
+            product_panel(matrix[1], panel, outputs, packed.data(), rows, gate.data() + PANEL, 2 * PANEL, buffer);
+            for (int64_t r = 0; r < rows; r++) {
+                const float weight = weights[order[from + r]], *both = gate.data() + r * 2 * PANEL;
+                alignas(64) float result[PANEL];
+                for (int j = 0; j < PANEL; j += LANES)
+                    store(result + j, gated(load(both + j), load(both + PANEL + j), limit, weight));
+                memcpy(hidden.data() + r * inner + panel, result, 4 * size_t(outputs));
+            }
+        }
+        pack_rows([&](int64_t r) { return hidden.data() + r * inner; }, rows, inner, packed);
+        for (int64_t panel = 0; panel < width; panel += PANEL)
+            product_panel(matrix[2], panel, int(std::min<int64_t>(PANEL, width - panel)), packed.data(), rows,
+                          partial.get() + from * width + panel, width, buffer);
+    });
+    const int64_t rows_per_part = std::max<int64_t>(1, (1 << 16) / width);
+    pool().run(int((n + rows_per_part - 1) / rows_per_part), threads, [&](int part) {
+        const int64_t stop = std::min(n, (part + 1) * rows_per_part);
+        for (int64_t r = part * rows_per_part; r < stop; r++) {
+            int64_t *at = position.data() + r * k;
+            std::sort(at, at + k);  // in ascending order of expert
+            float *target = out + r * width;
+            memcpy(target, partial.get() + at[0] * width, 4 * size_t(width));
+            for (int i = 1; i < k; i++) {
+                const float *more = partial.get() + at[i] * width;
+                for (int64_t j = 0; j < width; j++) target[j] += more[j];
+            }
+        }
+    });
+}
+
+// Attention of one sequence; see attention.h.
+void birkhoff_attend(const float *queries, const float *recent, const float *entries, const uint8_t *selected,
+                     const float *sink, float *out, int64_t length, int64_t past, int64_t oldest, int64_t entry_count,
+                     int64_t selected_stride, int64_t heads, int64_t width, int64_t window, float scale, int threads) {
+    const Attention call{queries, recent, entries, selected, sink, out, length, past, oldest, entry_count, selected_stride,
+                         heads, width, window, scale};
+    const int64_t block = block_queries(heads);
+    pool().run(int((length + block - 1) / block), threads, [&](int part) {
+        thread_local std::unique_ptr<AttentionScratch> buffers(new AttentionScratch);
+        attend_block(call, part * block, std::min(length, (part + 1) * block), *buffers);
     });
 }
 

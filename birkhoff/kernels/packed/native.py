@@ -1,7 +1,7 @@
-"""Native CPU kernels for packed matrices, called through ctypes.
+"""Native CPU kernels for packed matrices and attention, called through ctypes.
 
-Up to `MAX_LOOP_ROWS` rows of x are multiplied by the kernels of `native.cpp`, which decode codes in registers. For more
-rows a strip of the weight is dequantised into a buffer that stays in the cache and multiplied by BLAS.
+Up to `MAX_LOOP_ROWS` rows of x go to the kernels of `few_rows.h`, which decode codes in registers, more to those of
+`many_rows.h`, which decode a panel of the weight into the cache. `attention.h` is the attention of prefill.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from birkhoff.kernels.packed.compile import library
 from birkhoff.kernels.packed.grids import grid
 from birkhoff.kernels.packed.matrix import PackedMatrix
 
-MAX_LOOP_ROWS = 24  # rows up to which the loops are faster than dequantising first
-STRIP_BYTES = 4 << 20  # of dequantised weights
+MAX_LOOP_ROWS = 24  # rows up to which decoding codes in registers is faster
 
 
 class _Matrix(ctypes.Structure):
@@ -59,10 +58,53 @@ def _native() -> ctypes.CDLL:
         c_void_p,
         c_int,
     ]
+    native.birkhoff_many_products.argtypes = [
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int,
+    ]
+    native.birkhoff_many_grouped.argtypes = [
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int,
+    ]
+    native.birkhoff_many_experts.argtypes = [
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_float,
+        c_void_p,
+        c_int,
+    ]
+    native.birkhoff_attend.argtypes = [*[c_void_p] * 6, *[c_int64] * 8, c_float, c_int]
     native.birkhoff_first_bad_row.argtypes = [c_void_p]
     native.birkhoff_first_bad_row.restype = c_int64
     native.birkhoff_read.argtypes = [c_void_p, c_int64, c_int]
-    for name in ("products", "grouped", "dequantise", "rows", "experts"):
+    for name in (
+        "products",
+        "grouped",
+        "dequantise",
+        "rows",
+        "experts",
+        "many_products",
+        "many_grouped",
+        "many_experts",
+        "attend",
+    ):
         getattr(native, f"birkhoff_{name}").restype = None
     return native
 
@@ -110,12 +152,10 @@ class Product(_Matrices):
             return self(x.reshape(-1, self.columns)).view(*x.shape[:-1], self.rows)
         n = x.shape[0]  # len() of a tensor takes microseconds
         out = torch.empty(n, self.rows)
-        if n > MAX_LOOP_ROWS:
-            self._by_strips(x, out)
-            return out
         if x.stride(1) != 1:
             x = x.contiguous()
-        self.native.birkhoff_products(
+        product = self.native.birkhoff_products if n <= MAX_LOOP_ROWS else self.native.birkhoff_many_products
+        product(
             self.address,
             self.count,
             x.data_ptr(),
@@ -135,42 +175,18 @@ class Product(_Matrices):
         flat = x.reshape(-1, groups * self.columns)
         n = flat.shape[0]
         out = torch.empty(n, self.rows)
-        if n <= MAX_LOOP_ROWS:
-            self.native.birkhoff_grouped(
-                self.address,
-                group,
-                flat.data_ptr(),
-                flat.stride(0),
-                n,
-                out.data_ptr(),
-                out.stride(0),
-                torch.get_num_threads(),
-            )
-        else:
-            weight = torch.empty(group, self.columns)
-            for g in range(groups):
-                self.dequantise(0, g * group, (g + 1) * group, weight)
-                columns = flat[:, g * self.columns : (g + 1) * self.columns]
-                torch.mm(columns, weight.T, out=out[:, g * group : (g + 1) * group])
+        product = self.native.birkhoff_grouped if n <= MAX_LOOP_ROWS else self.native.birkhoff_many_grouped
+        product(
+            self.address,
+            group,
+            flat.data_ptr(),
+            flat.stride(0),
+            n,
+            out.data_ptr(),
+            out.stride(0),
+            torch.get_num_threads(),
+        )
         return out.view(*x.shape[:-1], self.rows)
-
-    def _by_strips(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        column = 0
-        for index, matrix in enumerate(self.matrices):
-            for start, strip in self.strips(index):
-                first = column + start
-                torch.mm(x, strip.T, out=out[:, first : first + len(strip)])
-            column += matrix.rows
-
-    def strips(self, index: int):
-        """(first row, float32 rows) of one matrix; each strip is valid until the next one is requested."""
-        matrix = self.matrices[index]
-        step = max(4, STRIP_BYTES // (4 * self.columns))
-        buffer = torch.empty(min(step, matrix.rows), self.columns)
-        for start in range(0, matrix.rows, step):
-            stop = min(start + step, matrix.rows)
-            self.dequantise(index, start, stop, buffer)
-            yield start, buffer[: stop - start]
 
     def dequantise(self, index: int, start: int, stop: int, out: torch.Tensor) -> None:
         """Rows [start, stop) of one matrix, float32, into the first rows of `out`."""
@@ -199,7 +215,7 @@ class RowLookup(_Matrices):
 
 
 class ExpertProducts(_Matrices):
-    """Routed experts for the few rows of a decode step. `matrices`: gate, up and down of every expert."""
+    """Routed experts. `matrices`: gate, up and down of every expert."""
 
     def __init__(self, matrices: Sequence[PackedMatrix], limit: float):
         super().__init__(matrices)
@@ -220,6 +236,65 @@ class ExpertProducts(_Matrices):
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
+    def sum(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[n, d]: the weighted sum over the experts of each of many rows of x [n, d]; ids int64 and weights [n, k]."""
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        out = torch.empty_like(x)
+        self.native.birkhoff_many_experts(
+            self.address,
+            self.count,
+            x.data_ptr(),
+            x.shape[0],
+            ids.data_ptr(),
+            weights.data_ptr(),
+            ids.shape[1],
+            self.limit,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def attend(
+    queries: torch.Tensor,
+    recent: torch.Tensor,
+    oldest: torch.Tensor,
+    entries: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    sink: torch.Tensor,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of prefill chunks as `kernels.attend`, all float32; `selected` is a mask [B, T, entries]."""
+    queries, recent, sink = queries.contiguous(), recent.contiguous(), sink.contiguous()
+    batch, length, heads, width = queries.shape
+    out = torch.empty_like(queries)
+    past = recent.shape[1] - length
+    count = 0
+    if entries is not None and selected is not None:
+        entries, selected = entries.contiguous(), selected.contiguous()
+        count = entries.shape[1]
+    for sequence in range(batch):
+        _native().birkhoff_attend(
+            queries[sequence].data_ptr(),
+            recent[sequence].data_ptr(),
+            entries[sequence].data_ptr() if entries is not None and count else None,
+            selected[sequence].data_ptr() if selected is not None and count else None,
+            sink.data_ptr(),
+            out[sequence].data_ptr(),
+            length,
+            past,
+            int(oldest[sequence]),
+            count,
+            count,
+            heads,
+            width,
+            window,
+            scale,
+            torch.get_num_threads(),
+        )
+    return out
 
 
 def read_speed(words: torch.Tensor) -> float:

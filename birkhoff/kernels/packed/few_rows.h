@@ -1,0 +1,238 @@
+// Products with few rows of x, as in a decode step.
+//
+// Four rows of a weight are decoded at a time, 256 columns each, into a buffer that stays in the L1 cache, and multiplied
+// with all rows of x. The common types take a shorter way: their codes are decoded in registers.
+
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "decode.h"
+
+namespace {
+
+constexpr int WEIGHT_ROWS = 4;
+
+// A hint only: addresses behind the end of a matrix are harmless.
+inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
+
+// acc[r][w] += x[r] . buffer[w] over CHUNK columns (zero-padded), for X rows of x.
+template <int X> inline void multiply(const float *x, int64_t stride, const float (*buffer)[CHUNK], int count, Vec *acc) {
+    Vec sums[X][WEIGHT_ROWS];
+    for (int r = 0; r < X; r++)
+        for (int w = 0; w < WEIGHT_ROWS; w++) sums[r][w] = acc[r * WEIGHT_ROWS + w];
+    for (int k = 0; k < count; k += LANES) {
+        Vec weights[WEIGHT_ROWS];
+        for (int w = 0; w < WEIGHT_ROWS; w++) weights[w] = load(buffer[w] + k);
+        for (int r = 0; r < X; r++) {
+            const Vec value = load(x + r * stride + k);
+            for (int w = 0; w < WEIGHT_ROWS; w++) sums[r][w] += weights[w] * value;
+        }
+    }
+    for (int r = 0; r < X; r++)
+        for (int w = 0; w < WEIGHT_ROWS; w++) acc[r * WEIGHT_ROWS + w] = sums[r][w];
+}
+
+// Rows [first, stop) of the product: out[r * out_stride + row] for n rows of x. x is padded to whole chunks.
+template <int T>
+void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
+                  int64_t out_stride) {
+    alignas(64) float buffer[WEIGHT_ROWS][CHUNK];
+    Vec acc_few[4 * WEIGHT_ROWS];
+    std::unique_ptr<Vec[]> acc_many(n > 4 ? new Vec[n * WEIGHT_ROWS] : nullptr);
+    Vec *acc = n > 4 ? acc_many.get() : acc_few;
+    for (int64_t row = first; row < stop; row += WEIGHT_ROWS) {
+        const int weight_rows = int(std::min<int64_t>(WEIGHT_ROWS, stop - row));
+        memset(acc, 0, sizeof(Vec) * n * WEIGHT_ROWS);
+        for (int start = 0; start < m.columns; start += CHUNK) {
+            const int count = int(std::min<int64_t>(CHUNK, m.columns - start));
+            const int64_t from = m.row_bytes * start / m.columns, chunk_bytes = m.row_bytes * count / m.columns;
+            for (int w = 0; w < WEIGHT_ROWS; w++) {
+                const uint8_t *next = m.codes + (row + WEIGHT_ROWS + w) * m.row_bytes + from;
+                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b);
+                if (w < weight_rows)
+                    decode<T>(m.codes + (row + w) * m.row_bytes, scales_of(m, row + w), start, count, buffer[w]);
+                if (w >= weight_rows) memset(buffer[w], 0, sizeof buffer[w]);
+                else if (count < CHUNK) memset(buffer[w] + count, 0, 4 * (CHUNK - count));
+            }
+            const int padded = (count + LANES - 1) / LANES * LANES;
+            int r = 0;
+            for (; r + 4 <= n; r += 4) multiply<4>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
+            for (; r + 2 <= n; r += 2) multiply<2>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
+            for (; r < n; r++) multiply<1>(x + r * stride + start, stride, buffer, padded, acc + r * WEIGHT_ROWS);
+        }
+        for (int r = 0; r < n; r++)
+            for (int w = 0; w < weight_rows; w++) out[r * out_stride + row + w] = total(acc[r * WEIGHT_ROWS + w]);
+    }
+}
+
+#if WIDE
+// X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
+// depend on X, so that results do not depend on the other rows of a batch.
+template <int T, int ROWS, int X>
+inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride) {
+    const __m512 table = _mm512_loadu_ps(fp4_levels);
+    __m512 acc[ROWS][X];
+    const uint8_t *codes[ROWS], *scales[ROWS];
+    const int64_t next = ROWS * m.row_bytes;  // the rows after these: short rows end before hardware prefetch pays
+    for (int w = 0; w < ROWS; w++) {
+        for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
+        codes[w] = m.codes + (row + w) * m.row_bytes;
+        scales[w] = scales_of(m, row + w);
+    }
+    if (T == MXFP4 || T == Q8_0 || T == FP4) {
+        for (int64_t g = 0; g < m.columns / 32; g++) {
+            __m512 x0[X], x1[X];
+            for (int r = 0; r < X; r++) {
+                x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
+                x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
+            }
+            if (X == 1 && g % (T == Q8_0 ? 2 : 4) == 0)  // about a cache line of every row
+                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g);
+            for (int w = 0; w < ROWS; w++) {
+                __m512 low, high, scale;
+                if (T == Q8_0) {
+                    const uint8_t *at = codes[w] + 34 * g;
+                    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 2))));
+                    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 18))));
+                    scale = _mm512_set1_ps(half(at));
+                } else {
+                    const uint8_t *at = T == MXFP4 ? codes[w] + 17 * g + 1 : codes[w] + 16 * g;
+                    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+                    low = _mm512_permutexvar_ps(pairs, table);
+                    high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table);
+                    scale = _mm512_set1_ps(e8m0_table[T == MXFP4 ? at[-1] : scales[w][g]]);
+                }
+                for (int r = 0; r < X; r++) {
+                    const __m512 sum = _mm512_fmadd_ps(high, x1[r], _mm512_mul_ps(low, x0[r]));
+                    acc[w][r] = _mm512_fmadd_ps(sum, scale, acc[w][r]);
+                }
+            }
+        }
+    } else if (T == FP8) {
+        for (int64_t start = 0; start < m.columns; start += 128) {
+            const int64_t stop = std::min<int64_t>(start + 128, m.columns);
+            __m512 sum[ROWS][X];
+            for (int w = 0; w < ROWS; w++)
+                for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
+            if (X == 1)
+                for (int w = 0; w < ROWS; w++) {
+                    prefetch(codes[w] + next + start);
+                    prefetch(codes[w] + next + start + 64);
+                }
+            for (int64_t k = start; k < stop; k += 16) {
+                for (int w = 0; w < ROWS; w++) {
+                    const __m512 weight = e4m3(codes[w] + k);
+                    for (int r = 0; r < X; r++)
+                        sum[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), sum[w][r]);
+                }
+            }
+            for (int w = 0; w < ROWS; w++) {
+                const __m512 scale = _mm512_set1_ps(256.f * e8m0_table[scales[w][start / 128]]);
+                for (int r = 0; r < X; r++) acc[w][r] = _mm512_fmadd_ps(sum[w][r], scale, acc[w][r]);
+            }
+        }
+    } else {
+        for (int64_t k = 0; k < m.columns; k += 16) {
+            for (int w = 0; w < ROWS; w++) {
+                __m512 weight;
+                if (T == F32) weight = _mm512_loadu_ps((const float *)codes[w] + k);
+                else {
+                    const __m256i raw = _mm256_loadu_si256((const __m256i *)(codes[w] + 2 * k));
+                    weight = T == F16 ? _mm512_cvtph_ps(raw)
+                                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+                }
+                for (int r = 0; r < X; r++)
+                    acc[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), acc[w][r]);
+            }
+        }
+    }
+    for (int w = 0; w < ROWS; w++)
+        for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
+}
+
+template <int T, int ROWS>
+inline void all_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, int n, float *out, int64_t out_stride) {
+    int r = 0;
+    for (; r + 4 <= n; r += 4) few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+    for (; r + 2 <= n; r += 2) few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+}
+
+// Columns of whole vectors only; FP4 takes x with the even columns of every 32 before the odd ones.
+template <int T>
+void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
+                  int64_t out_stride) {
+    int64_t row = first;
+    for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
+    for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
+}
+#endif
+
+// x with rows padded by zeros to whole vectors, and for FP4 also deinterleaved.
+struct Input {
+    const float *rows;
+    int64_t stride;
+    int n;
+    const float *deinterleaved;
+    int64_t deinterleaved_stride;
+};
+
+void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, float *out, int64_t out_stride) {
+#if WIDE
+    if (m.columns % 16 == 0) {
+#define REGISTERS(T) in_registers<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
+        switch (m.type) {
+            case F32: return REGISTERS(F32);
+            case F16: return REGISTERS(F16);
+            case BF16: return REGISTERS(BF16);
+            case FP8: return REGISTERS(FP8);
+            case Q8_0: return REGISTERS(Q8_0);
+            case MXFP4: return REGISTERS(MXFP4);
+            case FP4:
+                return in_registers<FP4>(m, first, stop, in.deinterleaved, in.deinterleaved_stride, in.n, out, out_stride);
+        }
+#undef REGISTERS
+    }
+#endif
+#define ROWS(T) product_rows<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
+    FOR_TYPE(m.type, ROWS)
+#undef ROWS
+}
+
+int64_t whole(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
+
+Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, std::vector<float> &padded,
+              std::vector<float> &deinterleaved) {
+    Input in{x, stride, n, nullptr, columns};
+    if (columns % LANES) {  // the loops read whole vectors
+        const int64_t width = whole(columns);
+        padded.assign(n * width, 0.f);
+        for (int r = 0; r < n; r++) memcpy(&padded[r * width], x + r * stride, 4 * columns);
+        in.rows = padded.data();
+        in.stride = width;
+    }
+    if (fp4) {
+        deinterleaved.resize(n * columns);
+        for (int r = 0; r < n; r++) {
+            const float *from = x + r * stride;
+            float *into = &deinterleaved[r * columns];
+            for (int64_t g = 0; g < columns; g += 32)
+                for (int j = 0; j < 16; j++) {
+                    into[g + j] = from[g + 2 * j];
+                    into[g + 16 + j] = from[g + 2 * j + 1];
+                }
+        }
+        in.deinterleaved = deinterleaved.data();
+    }
+    return in;
+}
+
+inline float swiglu(float a, float b, float limit) {
+    a = std::min(a, limit);
+    b = std::max(std::min(b, limit), -limit);
+    return a / (1.f + std::exp(-a)) * b;
+}
+
+}  // namespace

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.errors import TensorShape
+from birkhoff.kernels.attend import reference
 from birkhoff.kernels.experts import Stack, experts
 from birkhoff.kernels.packed import TYPES, PackedMatrix, native
 from tests.packed_matrices import random_matrix
@@ -62,6 +63,10 @@ def test_a_row_does_not_depend_on_the_other_rows_of_a_batch(kind):
     together = product(x)
     for row in range(7):
         assert torch.equal(product(x[row : row + 1])[0], together[row])
+    x = torch.randn(60, 512, generator=torch.Generator().manual_seed(3))  # the kernels for many rows
+    together = product(x)
+    for first in (1, 7, 29):
+        assert torch.equal(product(x[first : first + 30]), together[first : first + 30])
 
 
 @needs_native
@@ -69,7 +74,7 @@ def test_a_row_does_not_depend_on_the_other_rows_of_a_batch(kind):
 @pytest.mark.parametrize("columns", [1, 8, 17, 130, 257])
 def test_native_products_take_any_width(name, columns):
     matrix = random_matrix(TYPES[name], 129, columns)
-    for rows in (1, 5):
+    for rows in (1, 5, 31):
         x = torch.randn(rows, columns)
         expected = x @ matrix.dense().T
         assert (native.Product([matrix])(x) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(1)
@@ -88,7 +93,7 @@ def test_native_dequantisation_is_that_of_the_plain_decoder(kind):
 
 @needs_native
 @pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.name)
-@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("rows", [1, 6, 45])
 def test_native_experts_equal_the_plain_twin(kind, rows):
     count, hidden, inner, topk = 5, 256, 512, 3
     packed = [
@@ -113,6 +118,45 @@ def test_native_experts_equal_the_plain_twin(kind, rows):
     actual = torch.zeros(rows, hidden)
     native.ExpertProducts(packed, 10.0).add(x, ids, weights, actual)
     assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+    products = native.ExpertProducts(packed, 10.0)
+    summed = products.sum(x, ids, weights)
+    assert (summed - expected).abs().max() <= 2e-5 * expected.abs().max()
+    half = rows // 2
+    assert torch.equal(products.sum(x[half:], ids[half:], weights[half:]), summed[half:])
+
+
+@needs_native
+@given(
+    st.integers(1, 40),
+    st.integers(0, 20),
+    st.sampled_from([1, 3, 6, 200]),
+    st.sampled_from([8, 33, 128, 520]),
+    st.integers(1, 24),
+    st.integers(0, 40),
+    st.integers(0, 9999),
+)
+def test_native_attention_equals_the_plain_twin(length, past, heads, width, window, entries, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch = 2
+    queries = torch.randn(batch, length, heads, width, generator=generator)
+    recent = torch.randn(batch, past + length, width, generator=generator)
+    oldest = torch.randint(0, past + 1, (batch,), generator=generator)
+    blocks = torch.randn(batch, entries, width, generator=generator) if entries else None
+    seen = torch.rand(batch, length, entries, generator=generator) < 0.3 if entries else None
+    arguments = (
+        queries,
+        recent,
+        oldest,
+        blocks,
+        seen,
+        torch.randn(heads, generator=generator),
+        window,
+        width**-0.5,
+    )
+    expected = reference.attend(
+        *(a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments)
+    )
+    assert (native.attend(*arguments) - expected).abs().max() <= 2e-6 * (1 + 2 * width**0.5)
 
 
 @needs_native

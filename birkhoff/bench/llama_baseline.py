@@ -2,18 +2,89 @@
 
 It reads the same GGUF file. Its kernels round activations to eight bits in front of quantised weights, ours do not; so
 speeds are compared here, and outputs by tests with float32 files.
+
+It runs in a process of its own, with OpenMP's default settings: the command line makes waiting threads sleep
+(`OMP_WAIT_POLICY`), which suits our kernels and makes llama.cpp decode five times slower.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from birkhoff.bench.baselines import Tokens
+from birkhoff.bench.timing import generation_seconds
 from birkhoff.errors import OptionError
+
+_CHILD = "from birkhoff.bench.llama_baseline import answer_lines; answer_lines()"
+_OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # variables that the child does not inherit
+
+
+class LlamaProcess:
+    """llama.cpp in a process of its own, which times itself."""
+
+    name = "llama.cpp"
+
+    def __init__(self, path: Path, batch: int, prompt_tokens: int, steps: int, threads: int):
+        environment = {key: value for key, value in os.environ.items() if key not in _OPENMP}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.version: str = self._ask([str(path), batch, prompt_tokens, steps, threads])
+
+    def seconds(self, prompts: list[Tokens], steps: int) -> tuple[float, float]:
+        """Seconds of prefill of `prompts` and of `steps` decode steps."""
+        prefill, decode = self._ask([prompts, steps])
+        return prefill, decode
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, question: list[Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process of llama.cpp ended."}
+        if isinstance(answer, dict):
+            self.close()
+            raise OptionError(answer["error"])
+        return answer
+
+
+def answer_lines() -> None:
+    """The child: reads the arguments of `LlamaCpp`, then prompts and step counts; answers with seconds."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the library prints goes to stderr
+
+    def reply(answer: Any) -> None:
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+    path, batch, prompt_tokens, steps, threads = json.loads(sys.stdin.readline())
+    try:
+        llama = LlamaCpp(Path(path), batch, prompt_tokens, steps, threads)
+    except OptionError as error:
+        reply({"error": str(error)})
+        return
+    reply(version())
+    for line in sys.stdin:
+        reply(generation_seconds(llama, *json.loads(line)))
+    llama.close()
 
 
 class LlamaCpp:

@@ -19,8 +19,7 @@ import torch
 import birkhoff
 from birkhoff.bench.agreement import compare_logits, compare_tokens
 from birkhoff.bench.baselines import Baseline, OurEngine, OurModel, Tokens, Transformers
-from birkhoff.bench.llama_baseline import LlamaCpp
-from birkhoff.bench.llama_baseline import version as llama_version
+from birkhoff.bench.llama_baseline import LlamaProcess
 from birkhoff.bench.report import Progress, Row, check_positive, checkpoint, facts, summary, version
 from birkhoff.bench.time_shares import ClockTap, engine_shares, model_shares
 from birkhoff.bench.timing import generation_seconds, torch_threads
@@ -141,13 +140,13 @@ def _speeds(
     report: Callable[[], None],
 ) -> list[Row]:
     size = (len(prompts), setting.prompt_tokens, setting.steps)
-    contenders: list[Baseline] = [OurEngine(network, *size), OurModel(network, *size)]
+    contenders: list[Baseline | LlamaProcess] = [OurEngine(network, *size), OurModel(network, *size)]
     if baseline is not None:
         baseline.choose_fastest(prompts, TRIAL_STEPS)
         contenders.append(baseline)
     rival = None
     if llama is not None:
-        rival = LlamaCpp(Path(llama), *size, threads=setting.threads)
+        rival = LlamaProcess(Path(llama), *size, threads=setting.threads)
         contenders.append(rival)
     speeds: Speeds = {contender.name: {phase: [] for phase in PHASES} for contender in contenders}
     for round_index in range(-1, setting.rounds):  # the first round is a warm-up
@@ -177,9 +176,14 @@ def _speeds(
     ]
 
 
-def _tokens_per_second(contender: Baseline, prompts: list[Tokens], steps: int) -> tuple[float, float]:
+def _tokens_per_second(
+    contender: Baseline | LlamaProcess, prompts: list[Tokens], steps: int
+) -> tuple[float, float]:
     """Tokens per second of prefill and of decode in one round."""
-    prefill, decode = generation_seconds(contender, prompts, steps)
+    if isinstance(contender, LlamaProcess):
+        prefill, decode = contender.seconds(prompts, steps)
+    else:
+        prefill, decode = generation_seconds(contender, prompts, steps)
     return len(prompts) * len(prompts[0]) / prefill, len(prompts) * steps / decode
 
 
@@ -196,13 +200,13 @@ def _against(
 
 
 def _against_llama(
-    rival: LlamaCpp | None, speeds: Speeds, values: Sequence[float], phase: str, name: str
+    rival: LlamaProcess | None, speeds: Speeds, values: Sequence[float], phase: str, name: str
 ) -> Row:
     """Speed relative to llama.cpp, or its version."""
     if rival is None:
         return {}
     if name == rival.name:
-        return {"llama_cpp_python": llama_version()}
+        return {"llama_cpp_python": rival.version}
     theirs = speeds[rival.name][phase]
     return {"times_llama": summary([own / other for own, other in zip(values, theirs)])}
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from birkhoff.sae.dictionary import Sae as Sae
     from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
     from birkhoff.sae.feature_edits import SaeSet as SaeSet
+    from birkhoff.steering.expert_edits import ExpertSet as ExpertSet
     from birkhoff.steering.vector_edits import Add as Add
     from birkhoff.steering.vector_edits import Clamp as Clamp
     from birkhoff.steering.vector_edits import Patch as Patch
     from birkhoff.steering.vector_edits import Project as Project
+    from birkhoff.steering.vector_edits import Scale as Scale
     from birkhoff.trace import Trace as Trace
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "Clamp",
     "Engine",
     "EngineOptions",
+    "ExpertSet",
     "Output",
     "Patch",
     "Project",
@@ -45,6 +48,7 @@ __all__ = [
     "SaeReconstruct",
     "SaeSet",
     "SamplingParams",
+    "Scale",
     "Trace",
     "load",
     "mhc",
@@ -55,6 +59,7 @@ _HOMES = {
     "Clamp": "steering.vector_edits",
     "Patch": "steering.vector_edits",
     "Project": "steering.vector_edits",
+    "Scale": "steering.vector_edits",
     "Sae": "sae.dictionary",
     "SaeReconstruct": "sae.feature_edits",
     "SaeSet": "sae.feature_edits",
@@ -62,6 +67,7 @@ _HOMES = {
     "Capture": "capture.spec.request",
     "Engine": "api.engine",
     "EngineOptions": "api.options",
+    "ExpertSet": "steering.expert_edits",
     "Output": "output",
     "Trace": "trace",
     "SamplingParams": "engine.sampling_params",

@@ -16,6 +16,7 @@ import torch
 from birkhoff.bench.baselines import OurEngine, OurModel, Tokens
 from birkhoff.bench.report import significant
 from birkhoff.hooks import sites
+from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import Reads
 
@@ -55,6 +56,12 @@ class ClockTap:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.see(site)
         return x, x
+
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.see(site)
+        return ids, weights
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         # before the first site: batch, embedding, phases

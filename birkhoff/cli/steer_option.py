@@ -53,8 +53,8 @@ def load_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
 
     resolved = []
     for edit in edits:
-        name = edit.vector
-        if name in engine.modules:
+        name = getattr(edit, "vector", None)
+        if not isinstance(name, str) or name in engine.modules:
             resolved.append(edit)
         elif Path(name).suffix == ".safetensors" or Path(name).is_file():
             resolved.append(replace(edit, vector=SteeringVector.load(name)))

@@ -376,8 +376,8 @@ class CpuMoE:
             weights.numpy(),
             gated.numpy(),
         )
+        tap.see(sites.MOE_ROUTER_LOGITS, logits)
+        ids, weights = tap.route(sites.MOE_TOPK, ids, weights, self.gate.routing(logits, batch.token_ids))
         out: torch.Tensor = self.shared_down(gated)
         self.add_experts.add(x, ids, weights, out)
-        tap.see(sites.MOE_ROUTER_LOGITS, logits)
-        tap.see(sites.MOE_TOPK, ids, weights)
         return out

@@ -33,9 +33,11 @@ from birkhoff.decode.taps import (
     tap_input,
     tap_output,
     tap_streams,
+    tap_weights,
 )
 from birkhoff.errors import OptionError
 from birkhoff.hooks import sites
+from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
@@ -203,10 +205,10 @@ class Decoder:
                 reads = partial(_read_weights, (fn, base, scale, *read_settings))
                 reading = tap_streams(tap, site.streams, buffers, fn, reads)
                 kernels.read_streams(reading, base, scale, norm, *read_settings, c.rms_norm_eps)
-                tap.see(site.pre, buffers.pre)
-                tap.see(site.post, buffers.post)
-                tap.see(site.mix, buffers.mix)
-                tap_input(tap, site.input, reading, norm, c.rms_norm_eps)
+                reread = tap_weights(tap, site.pre, buffers.pre)
+                tap_weights(tap, site.post, buffers.post)
+                tap_weights(tap, site.mix, buffers.mix)
+                tap_input(tap, site.input, reading, norm, c.rms_norm_eps, reread)
                 kept = tap.keep(site.output, buffers.expert_out if sublayer else buffers.attn_out)
                 if sublayer:
                     target = buffers if kept is None else buffers.replace(expert_out=kept)
@@ -242,8 +244,8 @@ class Decoder:
             buffers.x,
             buffers.pre,
         )
-        tap.see(sites.MHC_HEAD_MIX, buffers.pre)
-        tap_input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
+        reread = tap_weights(tap, sites.MHC_HEAD_MIX, buffers.pre)
+        tap_input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps, reread)
         self.kernels.gemv([self.head], (buffers.x, buffers.x), buffers.logits)
 
     def _count_reads(self, buffers: DecodeBuffers, begin: int, end: int) -> None:
@@ -341,11 +343,38 @@ class Decoder:
         """Launch one expert sublayer: `buffers.x` -> expert ids in `ids`, outputs in `buffers.expert_out`."""
         c, kernels = self.config, self.kernels
         kernels.route_and_shared(w, buffers, ids, c.swiglu_limit, c.routed_scaling_factor)
-        tap.see(sites.MOE_ROUTER_LOGITS, buffers.router_gate_up[:, : c.n_routed_experts])
-        tap.see(sites.MOE_TOPK, ids, buffers.topk_weights)
+        logits = buffers.router_gate_up[:, : c.n_routed_experts]
+        tap.see(sites.MOE_ROUTER_LOGITS, logits)
+        routing = Routing(logits, w.router_bias, w.hash_table, buffers.token_ids, c.routed_scaling_factor)
+        edited, weights = tap.route(sites.MOE_TOPK, ids, buffers.topk_weights, routing)
+        if edited is not ids:
+            self._plan_experts(w, buffers, ids, edited, weights)
         kernels.gate_up(w, buffers, c.swiglu_limit)
         kernels.down(w, buffers)
         return buffers.expert_out
+
+    def _plan_experts(
+        self,
+        w: LayerWeights,
+        buffers: DecodeBuffers,
+        ids: torch.Tensor,
+        edited: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Plan the launches for edited experts and weights: routing by a table with one line for each row."""
+        self.kernels.route(
+            buffers.router_gate_up[:, : self.config.n_routed_experts],
+            None,
+            edited.contiguous(),
+            torch.arange(len(ids), device=ids.device),
+            w.expert_addresses,
+            ids,
+            buffers.topk_weights,
+            buffers.pair_order,
+            buffers.expert_slots,
+            self.config.routed_scaling_factor,
+        )
+        buffers.topk_weights.copy_(weights)
 
     def _compute_phases(self, buffers: DecodeBuffers) -> None:
         """Cosines and sines of four angles per token: of its position in sliding and in compressed layers, and of the

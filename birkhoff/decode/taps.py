@@ -105,16 +105,28 @@ def tap_streams(
     return reading
 
 
-def tap_input(tap: DecodeTap, site: Site, buffers: DecodeBuffers, norm: torch.Tensor, eps: float) -> None:
-    """Pass the input of a sublayer, before its norm, through its tap; normalise it again if it was edited."""
+def tap_weights(tap: DecodeTap, site: Site, weights: torch.Tensor) -> bool:
+    """Pass mixing weights through their tap; edited ones replace those in the buffer. Returns whether they were."""
+    edited = tap(site, weights)
+    if edited is weights:
+        return False
+    weights.copy_(edited)
+    return True
+
+
+def tap_input(
+    tap: DecodeTap, site: Site, buffers: DecodeBuffers, norm: torch.Tensor, eps: float, reread: bool = False
+) -> None:
+    """Pass the input of a sublayer, before its norm, through its tap; normalise it again if it was edited, or if the
+    weights it is read with were (`reread`)."""
     from birkhoff.kernels.mhc.prefill import collapse
     from birkhoff.kernels.norm.decode import norm_into
 
-    if not tap.live(site):
+    if not reread and not tap.live(site):
         return
     u = collapse(buffers.streams, buffers.pre)
     edited = tap(site, u)
-    if edited is not u:
+    if reread or edited is not u:
         norm_into(edited.contiguous(), norm, eps, buffers.x, buffers.x_fp16, buffers.x_fp4_order)
 
 

@@ -226,5 +226,6 @@ class CudaGraphs:
 def site_widths(decoder: Decoder) -> dict[str, int]:
     """Row width of every editable site, by hook."""
     config = decoder.config
-    sizes = {"d": config.hidden_size, "md": config.hc_mult * config.hidden_size}
-    return {site.name: sizes[site.shape] for site in SITES if site.edit and not site.absent}
+    m, d = config.hc_mult, config.hidden_size
+    sizes = {"d": d, "md": m * d, "m": m, "mm": m * m, "k2": 2 * config.num_experts_per_tok}
+    return {site.name: sizes[site.shape] for site in SITES if site.editable and not site.absent}

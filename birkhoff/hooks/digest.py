@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 Phase = Literal["prefill", "decode"]
-Block = Literal["patch", "add", "delta", "full", "clamp"]
-BLOCKS: tuple[Block, ...] = ("patch", "add", "delta", "full", "clamp")
-IN_ORDER: frozenset[str] = frozenset({"patch", "clamp"})  # operations whose order matters
+Block = Literal["patch", "add", "delta", "full", "clamp", "bound"]
+BLOCKS: tuple[Block, ...] = ("patch", "add", "delta", "full", "clamp", "bound")
+IN_ORDER: frozenset[str] = frozenset({"patch", "clamp", "bound"})  # operations whose order matters
 DIGEST_BYTES = 16
 
 

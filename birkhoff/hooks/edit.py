@@ -1,4 +1,4 @@
-"""Operations on the rows of a site: add a vector, clamp the component along a direction, replace a row.
+"""Operations on the rows of a site: add a vector, clamp the component along a direction or every entry, replace a row.
 
 `edit_rows` is the only implementation of this arithmetic. Eager steps call it with the rows that an edit names
 (`edit_stages`), recorded steps call it with all rows of the step and buffers of fixed shape (`row_edits.py`). Both
@@ -12,6 +12,7 @@ features spliced into a site is a `Splice`: its host does the arithmetic, the or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,22 +20,38 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-Op = Literal["patch", "add", "delta", "full", "clamp"]
+Op = Literal["patch", "add", "delta", "full", "clamp", "bound"]
 Path = Literal["both", "read", "carry"]
 ExcludedPath = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
 Number = float | torch.Tensor
 # The order of operations at one site; captures of the unedited tensor come before all of them.
-ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp")
+ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp", "bound")
+SINKHORN_ITERS = 20  # as in V4
+SINKHORN_MIN = 1e-6  # entries below it count as this much
 FOLD = 16  # largest number of terms that one step of `row_sum` adds on a GPU
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a router chose experts by: logits [n, E], and a bias [E] or, in hash-routed layers, the experts of every
+    token id [vocab, k]. `factor` scales the weights."""
+
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    hash_table: torch.Tensor | None
+    token_ids: torch.Tensor
+    factor: float
 
 
 @dataclass(frozen=True, eq=False)
 class SiteContext:
     """Inputs of a site besides its tensor. `post` [n, m]: write-out weights of the sublayer that last wrote the
-    streams; `read` returns the weights [n, m] with which the next sublayer reads streams [n, m, d]."""
+    streams; `read` returns the weights [n, m] with which the next sublayer reads streams [n, m, d]; `routing` at the
+    chosen experts."""
 
     post: torch.Tensor | None = None
     read: Callable[[torch.Tensor], torch.Tensor] | None = None
+    routing: Routing | None = None
 
 
 EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
@@ -104,9 +121,13 @@ class SiteEdit:
     streams: tuple[int, ...] | None = None
     norm_match: bool = False  # add: the vector is scaled to the norm of each row
     post_mix: bool = False  # add: times the live write-out weights, as if the sublayer had produced it
-    low: float | None = None  # clamp: bounds of the row's component along `vector`, a unit vector
+    low: float | None = (
+        None  # clamp: bounds of the row's component along `vector`, a unit vector; bound: of its entries
+    )
     high: float | None = None
     positions: tuple[int, ...] | None = None
+    entries: tuple[int, ...] | None = None  # of a row: the others keep their bits
+    renormalise: bool = False  # the row is a mixer [m * m] and is made doubly stochastic where it was changed
 
     def at(self, positions: Sequence[int]) -> SiteEdit:
         """The edit for tokens at these positions: itself, or with one row of `vector` for each of them."""
@@ -174,19 +195,46 @@ def edit_rows(
     """Apply one edit to float32 rows `old` [..., d]; the other arguments broadcast against it.
 
     patch: old + scale (vector - old). clamp: the component along the unit `vector` is moved into [low, high], by
-    `scale` of the way. add: old + scale vector, times the row's norm (`norm_match`, `vector` is a unit vector) or
-    times the write-out weights `post` [..., m, 1]."""
+    `scale` of the way; bound: every entry is. add: old + scale vector, times the row's norm (`norm_match`, `vector` is
+    a unit vector) or times the write-out weights `post` [..., m, 1]."""
     if op == "patch":
-        return old + scale * (vector - old)
+        return torch.lerp(old, vector.expand_as(old), scale)  # `vector` itself for scale 1
     if op == "clamp":
         along = row_sum(old * vector)
         limited = torch.clamp(along, low, high)  # type: ignore[arg-type]  # two numbers or two tensors
         return old + scale * (limited - along) * vector
+    if op == "bound":
+        return torch.lerp(old, torch.clamp(old, low, high), scale)  # type: ignore[arg-type]
     if post is not None:
         return old + scale * (post * vector)
     if norm_match:
         return old + scale * vector * row_sum(old * old).sqrt()
     return old + scale * vector
+
+
+def doubly_stochastic(mix: torch.Tensor, iters: int = SINKHORN_ITERS) -> torch.Tensor:
+    """Sinkhorn: rows and columns of [..., m, m] divided by their sums in turn, ending on columns, as V4 makes its
+    mixers. Sums are additions of slices, so that no bit depends on the number of matrices."""
+    mix = mix.clamp_min(SINKHORN_MIN)
+    for _ in range(iters):
+        for dim in (-1, -2):
+            parts = mix.unbind(dim)
+            mix = mix / sum(parts[1:], parts[0]).unsqueeze(dim)
+    return mix
+
+
+def changed_entries(
+    old: torch.Tensor, new: torch.Tensor, entries: torch.Tensor | None, renormalise: bool
+) -> torch.Tensor:
+    """Rows [n, width] as an edit leaves them: only `entries` (a mask that broadcasts) change, and a changed mixer is
+    renormalised."""
+    if entries is not None:
+        new = torch.where(entries, new, old)
+    if not renormalise:
+        return new
+    m = math.isqrt(new.shape[-1])
+    mixed = doubly_stochastic(new.unflatten(-1, (m, m))).flatten(-2)
+    return torch.where((new != old).any(-1, keepdim=True), mixed, old)
 
 
 def add_total(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -277,13 +325,23 @@ class _EditStage:
     def __init__(self, edit: SiteEdit, rows: list[int]):
         self._edit = edit
         self._rows = rows
-        self._data: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._data: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def _prepare(
+        self, width: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        edit, entries = self._edit, None
+        if edit.entries is not None:
+            entries = torch.zeros(width, dtype=torch.bool)
+            entries[list(edit.entries)] = True
+            entries = entries.to(device)
+        return torch.tensor(self._rows, device=device), edit.operand.to(device), entries
 
     def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
         edit = self._edit
         if self._data is None:
-            self._data = torch.tensor(self._rows, device=x.device), edit.operand.to(x.device)
-        rows, vector = self._data
+            self._data = self._prepare(x[0].numel(), x.device)
+        rows, vector, entries = self._data
         old = x.index_select(0, rows)  # [r, width] or [r, m, d]
         post = None
         if edit.streams is not None:
@@ -300,7 +358,8 @@ class _EditStage:
             post = context.post.index_select(0, rows).unsqueeze(-1)
         else:
             part = old.flatten(1).float()
-        new = edit_rows(edit.op, part, vector, edit.scale, *edit.bounds, edit.norm_match, post).to(x.dtype)
+        new = edit_rows(edit.op, part, vector, edit.scale, *edit.bounds, edit.norm_match, post)
+        new = changed_entries(part, new, entries, edit.renormalise).to(x.dtype)
         if edit.streams is not None:
             old[:, list(edit.streams)] = new
             new = old

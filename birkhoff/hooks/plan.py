@@ -106,8 +106,8 @@ class Edit(Protocol):
         """Its effect on the tokens of a phase, in canonical bytes; empty if it changes none of them."""
         ...
 
-    def describe(self) -> dict[str, Any] | None:
-        """What the edit did, for `interp.features` of the response; None if it reports nothing."""
+    def describe(self) -> Mapping[str, Any]:
+        """What a response says about the edit: an entry for each of the named lists of `interp`; usually none."""
         ...
 
 

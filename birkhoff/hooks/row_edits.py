@@ -14,7 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from birkhoff.hooks.edit import ORDER, Op, Path, SiteContext, SiteEdit, add_total, edit_rows, total_constant
+from birkhoff.hooks.edit import (
+    ORDER,
+    Op,
+    Path,
+    SiteContext,
+    SiteEdit,
+    add_total,
+    changed_entries,
+    edit_rows,
+    total_constant,
+)
 
 MAX_STREAMS = 16  # columns of a buffer's mask
 PLAIN = -1  # `rank` of the sum of a row's plain adds, which comes before its other adds
@@ -30,6 +40,8 @@ class RowEditKind(NamedTuple):
     post_mix: bool
     per_stream: bool
     width: int  # of its vectors
+    per_entry: bool = False
+    renormalise: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -60,6 +72,8 @@ def group_row_edits(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int)
                 edit.post_mix,
                 edit.streams is not None,
                 row_edit.vector.shape[0],
+                edit.entries is not None,
+                edit.renormalise,
             )
             groups.setdefault(kind, []).append((row, row_edit))
     for (path, row), adds in plain.items():
@@ -76,7 +90,7 @@ class RowEditBuffers:
         self.numbers = torch.full((rows, kind.width + 3), -0.0, device=device)
         self.vector = self.numbers[:, : kind.width]
         self.scale, self.low, self.high = self.numbers[:, kind.width :].unbind(1)
-        columns = MAX_STREAMS if kind.per_stream else 1
+        columns = kind.width if kind.per_entry else MAX_STREAMS if kind.per_stream else 1
         self.active = torch.zeros(rows, columns, dtype=torch.bool, device=device)
 
     def fill(self, row_edits: Sequence[tuple[int, SiteEdit]]) -> None:
@@ -87,7 +101,7 @@ class RowEditBuffers:
         for row, edit in row_edits:
             numbers[row, : self.kind.width] = edit.operand.cpu()
             numbers[row, self.kind.width :] = torch.tensor([edit.scale, *edit.bounds])
-            active[row, list(edit.streams) if edit.streams is not None else [0]] = True
+            active[row, list(edit.entries or edit.streams or [0])] = True
         self.numbers.copy_(numbers)
         self.active.copy_(active)
 
@@ -112,6 +126,9 @@ class RowEditBuffers:
         shape = (n, *[1] * (old.dim() - 1))
         scale, low, high = (numbers[:n].view(shape) for numbers in (self.scale, self.low, self.high))
         new = edit_rows(kind.op, old.float(), vector, scale, low, high, kind.norm_match, post)
+        new = changed_entries(old.float(), new, active if kind.per_entry else None, kind.renormalise)
+        if kind.per_entry and kind.renormalise:
+            active = active.any(1, keepdim=True)
         return torch.where(active, new.to(x.dtype), old).view(x.shape)
 
 

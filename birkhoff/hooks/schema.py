@@ -20,6 +20,7 @@ from birkhoff.hooks.sites import SITES
 from birkhoff.option_checks import check_int
 
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+VECTOR_OPS = ("add", "clamp", "patch", "project", "sae", "scale")
 _AXES = {
     "d": ("hidden",),
     "m": ("stream",),
@@ -42,6 +43,12 @@ class HookSchema:
     once: bool = False  # fires once per model; stored at the last layer
     axes: tuple[str, ...] = ()  # a name for each axis of the row
     hash_routed: tuple[int, ...] = ()  # layers whose experts are chosen by token id and not by this row
+    ops: tuple[str, ...] = ()  # edits of a hook that is not steerable
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Names of the operations that can change it: all that take vectors if it is steerable."""
+        return VECTOR_OPS if self.steerable else self.ops
 
     @property
     def row_bytes(self) -> int:
@@ -55,6 +62,7 @@ class HookSchema:
             "axes": list(self.axes),
             "row_bytes": self.row_bytes,
             "steerable": self.steerable,
+            "edits": list(self.edits),
             "level": "model" if self.once else "layer",
         }
         if self.hash_routed:
@@ -94,7 +102,7 @@ def build_hook_schema(
             hashed = tuple(range(num_hash_layers)) if site.name.startswith("moe_") else ()
             axes = _AXES[site.shape]
             schema[site.name] = HookSchema(
-                math.prod(shape), stored, shape, site.edit, site.once, axes, hashed
+                math.prod(shape), stored, shape, site.edit, site.once, axes, hashed, site.ops
             )
     return schema
 

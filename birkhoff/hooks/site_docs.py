@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from birkhoff.config import V4Config
 from birkhoff.hooks.schema import schema_of
-from birkhoff.hooks.site_names import POST_BLOCK, STREAMS_POST_MLP, TOOLS, unnamed
+from birkhoff.hooks.site_names import GROUPS, POST_BLOCK, STREAMS_POST_MLP, TOOLS, unnamed
 from birkhoff.hooks.sites import SITES, Site
 
 _SHAPES = {
@@ -52,10 +52,14 @@ def _table(flash: V4Config) -> str:
         size = f"{schema[site.name].row_bytes:,}" if site.name in schema else "–"
         stored = "the model's dtype" if site.dtype == "model" else site.dtype
         lines.append(
-            f"| {site.id} | `{site.name}` | {_SHAPES[site.shape]} | {stored} | {size} | {'yes' if site.edit else 'no'} "
+            f"| {site.id} | `{site.name}` | {_SHAPES[site.shape]} | {stored} | {size} | {_edits(site)} "
             f"| {_fires(site)} | {site.doc} |"
         )
     return "\n".join(lines)
+
+
+def _edits(site: Site) -> str:
+    return "yes" if site.edit else ", ".join(site.ops) or "no"
 
 
 def _fires(site: Site) -> str:
@@ -71,13 +75,16 @@ def _rules(flash: V4Config) -> str:
     once = ", ".join(f"`{site.name}`" for site in SITES if site.once)
     plain = ", ".join(f"`{site.name}`" for site in SITES if site.plain)
     ordinary = ", ".join(f"`{site.name}` is the {site.ordinary}" for site in SITES if site.ordinary)
+    groups = ", ".join(f"`{name}`" for name in GROUPS)
     moe = ", ".join(f"`{name}`" for name in schema if schema[name].hash_routed)
     per_token = sum(row.row_bytes * (1 if row.once else flash.num_hidden_layers) for row in schema.values())
     return f"""## Rules
 
 - Layers count from 0 through the whole model; `-1` is the last.
 - {once} fire once per model and are stored at the last layer, whatever layers are requested.
-- Hooks with a `float32` row are mixing weights and routing: they can be captured, not edited.
+- `edit`: "yes" takes vectors and dictionaries of features (`Add`, `Project`, `Clamp`, `Patch`, `Scale`, `SaeSet`,
+  `SaeReconstruct`); other hooks take the operations listed, or none ([steering](steering.md)).
+- {groups} stand for the mixers of both sublayers in edits.
 - `mhc_attn_res_mix` and `mhc_ffn_res_mix` are indexed `[from, to]`: stream `j` after the sublayer is
   `post_mix[j] * output + sum over i of res_mix[i, j] * stream[i]`.
 - An ordinary model has {plain}, those marked so, and what [models](models.md) lists. There {ordinary}.

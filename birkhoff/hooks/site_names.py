@@ -24,6 +24,10 @@ Address = tuple[str, int]
 POST_BLOCK = "post_block"  # another name of post_mlp, on ordinary models
 STREAMS_POST_MLP = "mhc_streams_post_mlp"  # the streams leaving a layer, which the next layer reads
 ALIASES: tuple[str, ...] = (POST_BLOCK, STREAMS_POST_MLP)
+# Names of edits for the mixers of both sublayers.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {f"mhc_{kind}_mix": (f"mhc_attn_{kind}_mix", f"mhc_ffn_{kind}_mix") for kind in ("pre", "post", "res")}
+)
 
 # TransformerLens' adapter of DeepseekV4ForCausalLM; the streams are 4-D there: [batch, position, stream, hidden].
 _TRANSFORMER_LENS = {
@@ -141,6 +145,12 @@ def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
         )
     hint = did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
+
+
+def members(hook: str, schema: Mapping[str, HookSchema]) -> tuple[str, ...]:
+    """The hooks that an edit of this name changes: those of a group, or itself."""
+    group = GROUPS.get(hook, ())
+    return group if group and all(member in schema for member in group) else (hook,)
 
 
 def resolve(hook: str, layer: int | None, schema: Mapping[str, HookSchema], num_layers: int) -> Address:

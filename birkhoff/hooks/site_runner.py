@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, SiteContext
+from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, Routing, SiteContext
 from birkhoff.hooks.sites import MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
-from birkhoff.hooks.tap import Reads
+from birkhoff.hooks.tap import Reads, split_parts, stack_parts
 
 Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
 Stages = Callable[[ExcludedPath], Sequence[EditStage]]
@@ -40,6 +40,10 @@ class SiteRunner:
         self.after = after
         self._stages = stages
         self._paths = frozenset(paths)
+
+    @property
+    def edits(self) -> bool:
+        return bool(self._paths)
 
     def see(self, parts: Sequence[torch.Tensor]) -> None:
         for capture in (self.before, self.after):
@@ -88,18 +92,30 @@ class LayerTap:
         return self
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
-        if site.id in POST_MIX_SITES:
-            self._post_mix.post = parts[0]
         runner = self.sites.get(site.id)
         if runner is not None:
             runner.see(parts)
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         runner = self.sites.get(site.id)
-        return x if runner is None else runner.run(x, SiteContext(self._post_mix.post))
+        if runner is not None:
+            x = runner.run(x, SiteContext(self._post_mix.post))
+        if site.id in POST_MIX_SITES:
+            self._post_mix.post = x
+        return x
 
     def part(
         self, site: Site, x: torch.Tensor, reads: Reads | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         runner = self.sites.get(site.id)
         return (x, x) if runner is None else runner.part(x, SiteContext(self._post_mix.post, reads))
+
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        runner = self.sites.get(site.id)
+        if runner is None or not runner.edits:
+            self.see(site, ids, weights)
+            return ids, weights
+        context = SiteContext(self._post_mix.post, routing=routing)
+        return split_parts(runner.run(stack_parts(ids, weights), context), ids)

@@ -3,13 +3,16 @@
 A site is called a *hook* on the public surface, under the same name. Ids 0..11 are fixed and new sites are appended, so
 that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m` streams, `E`
 routed experts, `k` experts per token, `z` the heads of an attention side by side. A site that can be edited is an
-assignment in the model code (`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`.
+assignment in the model code (`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`. `edit`:
+it takes vectors and dictionaries of features; other sites take the edits in `ops`, by name, or none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+MIXER_OPS = ("clamp", "patch", "scale")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,13 @@ class Site:
     once: bool = False  # once per model, stored at the last layer
     plain: bool = False  # on every ordinary single-stream model
     absent: bool = False  # ordinary models only: V4 has no such tensor
+    ops: tuple[str, ...] = ()  # edits of a site that takes no vectors
     ordinary: str = ""  # its meaning on an ordinary model, where that differs
+
+    @property
+    def editable(self) -> bool:
+        """Whether any edit changes it."""
+        return self.edit or bool(self.ops)
 
 
 PRE_ATTN = Site(
@@ -69,22 +78,38 @@ MHC_STREAMS_PRE_ATTN = Site(5, "mhc_streams_pre_attn", "md", True, "streams ente
 MHC_STREAMS_PRE_MLP = Site(6, "mhc_streams_pre_mlp", "md", True, "streams entering the expert sublayer")
 MHC_STREAMS_FINAL = Site(7, "mhc_streams_final", "md", True, "streams before the head merges them", once=True)
 MHC_ATTN_POST_MIX = Site(
-    8, "mhc_attn_post_mix", "m", False, "write-out weights of the attention sublayer", "float32"
+    8,
+    "mhc_attn_post_mix",
+    "m",
+    False,
+    "write-out weights of the attention sublayer",
+    "float32",
+    ops=MIXER_OPS,
 )
 MHC_FFN_POST_MIX = Site(
-    9, "mhc_ffn_post_mix", "m", False, "write-out weights of the expert sublayer", "float32"
+    9, "mhc_ffn_post_mix", "m", False, "write-out weights of the expert sublayer", "float32", ops=MIXER_OPS
 )
 MHC_ATTN_RES_MIX = Site(
-    10, "mhc_attn_res_mix", "mm", False, "mixer [from, to] of the attention sublayer", "float32"
+    10,
+    "mhc_attn_res_mix",
+    "mm",
+    False,
+    "mixer [from, to] of the attention sublayer",
+    "float32",
+    ops=MIXER_OPS,
 )
 MHC_FFN_RES_MIX = Site(
-    11, "mhc_ffn_res_mix", "mm", False, "mixer [from, to] of the expert sublayer", "float32"
+    11, "mhc_ffn_res_mix", "mm", False, "mixer [from, to] of the expert sublayer", "float32", ops=MIXER_OPS
 )
 MHC_ATTN_PRE_MIX = Site(
-    12, "mhc_attn_pre_mix", "m", False, "read-in weights of the attention sublayer", "float32"
+    12, "mhc_attn_pre_mix", "m", False, "read-in weights of the attention sublayer", "float32", ops=MIXER_OPS
 )
-MHC_FFN_PRE_MIX = Site(13, "mhc_ffn_pre_mix", "m", False, "read-in weights of the expert sublayer", "float32")
-MHC_HEAD_MIX = Site(14, "mhc_head_mix", "m", False, "read-out weights of the head", "float32", once=True)
+MHC_FFN_PRE_MIX = Site(
+    13, "mhc_ffn_pre_mix", "m", False, "read-in weights of the expert sublayer", "float32", ops=MIXER_OPS
+)
+MHC_HEAD_MIX = Site(
+    14, "mhc_head_mix", "m", False, "read-out weights of the head", "float32", once=True, ops=MIXER_OPS
+)
 FINAL_HIDDEN = Site(
     15,
     "final_hidden",
@@ -97,7 +122,7 @@ FINAL_HIDDEN = Site(
 MOE_ROUTER_LOGITS = Site(
     16, "moe_router_logits", "E", False, "gate product before sqrt-softplus and bias", "float32"
 )
-MOE_TOPK = Site(17, "moe_topk", "k2", False, "chosen expert id and its weight", "float32")
+MOE_TOPK = Site(17, "moe_topk", "k2", False, "chosen expert id and its weight", "float32", ops=("experts",))
 ATTN_OUT = Site(
     18, "attn_out", "d", True, "what the attention of an ordinary model adds to the residual", absent=True
 )

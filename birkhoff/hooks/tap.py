@@ -5,6 +5,7 @@ The model calls a tap at every site of `sites.py`:
     x = tap(site, x)                          may be edited
     read, carried = tap.part(site, x, reads)  streams: what the sublayer reads and what is carried past it, one tensor
                                               unless edited; `reads` returns the weights the sublayer reads them with
+    ids, weights = tap.route(site, ids, weights, routing)    chosen experts; `routing` is what they were chosen by
     tap.see(site, x)                          capture only
     tap.see(site, x, y)                       capture several tensors as one, stacked last as float32
 
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
@@ -34,6 +36,9 @@ class Tap(Protocol):
     def part(
         self, site: Site, x: torch.Tensor, reads: Reads | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def see(self, site: Site, *parts: torch.Tensor) -> None: ...
     def at(self, layer: int) -> Tap: ...
 
@@ -41,6 +46,11 @@ class Tap(Protocol):
 def stack_parts(*parts: torch.Tensor) -> torch.Tensor:
     """The arguments of `see` as the one tensor of the site."""
     return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts], dim=-1)
+
+
+def split_parts(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights of experts stacked as [n, k, 2] float32; the ids in the dtype of `ids`."""
+    return x[..., 0].to(ids.dtype), x[..., 1].contiguous()
 
 
 class NoTap:
@@ -53,6 +63,11 @@ class NoTap:
         self, site: Site, x: torch.Tensor, reads: Reads | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
+
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ids, weights
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
@@ -95,6 +110,14 @@ class EagerTap:
         parted = self._part(site, self.layer, edited) if self._part is not None else None
         return (edited, edited) if parted is None else parted
 
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The edit gets ids and weights as one tensor [n, k, 2]."""
+        x = stack_parts(ids, weights)
+        edited = self(site, x)
+        return (ids, weights) if edited is x else split_parts(edited, ids)
+
 
 class RecordingTap:
     """Calls `seen(site, layer, tensor)` at every site with the unedited tensor, then the tap inside."""
@@ -120,3 +143,9 @@ class RecordingTap:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._seen(site, self.layer, x)
         return self._inner.part(site, x, reads)
+
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._seen(site, self.layer, stack_parts(ids, weights))
+        return self._inner.route(site, ids, weights, routing)

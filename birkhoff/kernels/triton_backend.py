@@ -25,6 +25,7 @@ class TritonBackend:
     attend = staticmethod(attention.attend)
     topk = staticmethod(index.topk_entries)
     write_and_mix = staticmethod(mhc.write_and_mix)
+    route = staticmethod(experts.route)
 
     def gemv(
         self,

@@ -41,18 +41,18 @@ class Block(nn.Module):
         """streams [n, m, d] -> [n, m, d]."""
         seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams, self.hc_attn.weights)  # read, carried
         u, pre, post, mix = self.hc_attn.read(seen)  # [n, d], [n, m], [n, m], [n, m, m]
-        tap.see(sites.MHC_ATTN_PRE_MIX, pre)
-        tap.see(sites.MHC_ATTN_POST_MIX, post)
-        tap.see(sites.MHC_ATTN_RES_MIX, mix)
+        u = self.hc_attn.reread(seen, u, pre, tap(sites.MHC_ATTN_PRE_MIX, pre))
+        post = tap(sites.MHC_ATTN_POST_MIX, post)
+        mix = tap(sites.MHC_ATTN_RES_MIX, mix)
         u = tap(sites.PRE_ATTN, u)
         y = tap(sites.POST_ATTN, self.attn(self.attn_norm(u), batch, phases, state))
         streams = self.hc_attn.write(streams, y, post, mix)
 
         seen, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, streams, self.hc_ffn.weights)
         u, pre, post, mix = self.hc_ffn.read(seen)
-        tap.see(sites.MHC_FFN_PRE_MIX, pre)
-        tap.see(sites.MHC_FFN_POST_MIX, post)
-        tap.see(sites.MHC_FFN_RES_MIX, mix)
+        u = self.hc_ffn.reread(seen, u, pre, tap(sites.MHC_FFN_PRE_MIX, pre))
+        post = tap(sites.MHC_FFN_POST_MIX, post)
+        mix = tap(sites.MHC_FFN_RES_MIX, mix)
         u = tap(sites.MLP_IN, u)
         y = tap(sites.MLP_OUT, self.ffn(self.ffn_norm(u), batch, tap))
         return self.hc_ffn.write(streams, y, post, mix)

@@ -54,6 +54,8 @@ class Mixer(nn.Module):
         """The read-in weights [n, m] alone."""
         return self.read(streams)[1]
 
+    reread = staticmethod(mhc.reread)
+
     def write(
         self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
     ) -> torch.Tensor:
@@ -90,6 +92,8 @@ class HeadMixer(nn.Module):
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
         """The read-out weights [n, m] alone."""
         return self.forward(streams)[1]
+
+    reread = staticmethod(mhc.reread)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("fn", "base", "scale"):

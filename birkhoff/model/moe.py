@@ -10,6 +10,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.hooks import sites
+from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
@@ -52,8 +53,11 @@ class Router(nn.Module):
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         hash_ids = None if self.tid2eid is None else self.tid2eid[token_ids].long()
         ids, weights = self.kernels.route(logits, self.bias, hash_ids, self.topk, self.factor)
-        tap.see(sites.MOE_TOPK, ids, weights)
-        return ids, weights
+        return tap.route(sites.MOE_TOPK, ids, weights, self.routing(logits, token_ids))
+
+    def routing(self, logits: torch.Tensor, token_ids: torch.Tensor) -> Routing:
+        """What the experts of these rows are chosen by."""
+        return Routing(logits, self.bias, self.tid2eid, token_ids, self.factor)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.project.destinations(name)

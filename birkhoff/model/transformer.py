@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         tap = tap.at(len(self.layers) - 1)
         seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.hc_head.weights)
         merged, weights = self.hc_head(seen)
-        tap.see(sites.MHC_HEAD_MIX, weights)
+        merged = self.hc_head.reread(seen, merged, weights, tap(sites.MHC_HEAD_MIX, weights))
         return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ def plan_report(plan: Plan | None) -> dict[str, Any]:
 
 
 def _steering(plan: Plan) -> dict[str, Any]:
-    """Digests of the edits per phase, the steered positions, the paths of stream edits, and the SAE edits."""
+    """Digests of the edits per phase, the steered positions, the paths of stream edits, and what edits say about
+    themselves, by kind."""
     digests = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
     report: dict[str, Any] = {
         "steering_hash": {
@@ -108,7 +109,7 @@ def _steering(plan: Plan) -> dict[str, Any]:
     paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
     if paths:
         report["paths"] = sorted(paths)
-    features = [described for edit in plan.edits if (described := edit.describe()) is not None]
-    if features:
-        report["features"] = features
+    for edit in plan.edits:
+        for kind, description in edit.describe().items():
+            report.setdefault(kind, []).append(description)
     return report

@@ -232,7 +232,7 @@ class ResolvedSae:
         return writes
 
     def describe(self) -> dict[str, Any]:
-        """A description of the edit, for responses."""
+        """The dictionary and the handling of its reconstruction error."""
         use = next(iter(self.sites.values()))
         description: dict[str, Any] = {
             "module": self.module.name,
@@ -240,7 +240,8 @@ class ResolvedSae:
         }
         if use.op == "full":
             description["error_term"] = use.error
-        return description | {"sites": [f"{hook}[{layer}]" for hook, layer in self.sites], "path": use.path}
+        sites = [f"{hook}[{layer}]" for hook, layer in self.sites]
+        return {"features": description | {"sites": sites, "path": use.path}}
 
 
 def check_together(edits: Sequence[ResolvedSae]) -> None:

@@ -86,8 +86,8 @@ class ProbePlan:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
 
-    def describe(self) -> None:
-        return None
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         return ()

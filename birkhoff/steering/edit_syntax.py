@@ -4,9 +4,16 @@
 
 `STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. STRENGTH may be omitted and is then 1; the site
 after `@` may be omitted if the vector has a hook and layers. LAYERS are numbers, ranges with both ends (`4..8`) or `*`;
-negative ones count from the end. Keys: `stream` (numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the
-scale; for a clamp it is the value of the component. A name with characters other than letters, digits and `._/~+-` is
-a JSON string in double quotes.
+negative ones count from the end. Keys: `stream` (numbers, `all` or `post_mix`), `phase`, `path`, `op`, and for mixers
+`renormalise` (yes or no) and `permute` (streams). STRENGTH is the scale; for a clamp it is the value of the component.
+A name with characters other than letters, digits and `._/~+-` is a JSON string in double quotes. It is left out for
+`op=scale`, whose STRENGTH is the factor, for `op=clamp` of all weights of a mixer, and for a patch with `permute`:
+
+    0 @ mhc_pre_mix[6..-1] stream=2 op=scale; identity @ mhc_res_mix[*] op=patch; @ mhc_res_mix[4] op=patch permute=1,0
+
+Routers are edited at `moe_topk` with the key `expert`: `op=force`, `op=ban`, `op=add` (to scores) and `op=weight`:
+
+    @ moe_topk[2..4] op=force expert=3,5; +0.5 @ moe_topk[4] expert=3
 
 `parse_line` parses edits and `print_line` prints them in a canonical form; each is the inverse of the other. Errors
 show the line with a caret under the character where parsing failed."""
@@ -22,18 +29,24 @@ from typing import Any, NoReturn
 from birkhoff.errors import SteeringError, SteeringSyntax, quoted
 from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.phases import PHASES
-from birkhoff.steering.vector_edits import PATHS, Add, Clamp, Patch, Project, VectorEdit
+from birkhoff.hooks.sites import MOE_TOPK
+from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.mixer_edits import MixerMatrix
+from birkhoff.steering.request_edit import RequestEdit
+from birkhoff.steering.vector_edits import PATHS, Add, Clamp, Patch, Project, Scale, VectorEdit
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _NAME = re.compile(r"[\w./~+-]+")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORD = re.compile(r"[A-Za-z_]+", re.ASCII)
 _WHOLE = re.compile(r"-?\d{1,9}", re.ASCII)
-_OPS = ("add", "project", "clamp", "patch")
-_KEYS = ("stream", "phase", "path", "op")
+_EXPERT_OPS = ("add", "force", "ban", "weight")
+_OPS = ("add", "project", "clamp", "patch", "scale", "force", "ban", "weight")
+_EXPERT_FIELDS = {"add": "add", "force": "force", "ban": "ban", "weight": "weights"}
+_KEYS = ("stream", "phase", "path", "op", "renormalise", "permute", "expert")
 
 
-def parse_line(line: str) -> list[VectorEdit]:
+def parse_line(line: str) -> list[RequestEdit]:
     """The edits of a line, in order. Vectors stay names, which are looked up when the edits are used."""
     reader = _EditReader(line)
     edits = [_edit(reader)]
@@ -92,9 +105,10 @@ class _EditReader:
             self.index += 1
 
 
-def _edit(reader: _EditReader) -> VectorEdit:
+def _edit(reader: _EditReader) -> RequestEdit:
     strength = _strength(reader)
-    name = _name(reader)
+    start = reader.index
+    name = None if reader.line.startswith("@", start) else _name(reader)
     hook, layers = (None, None) if not reader.take("@") else _site(reader)
     fields: dict[str, Any] = {}
     while not reader.at_end and reader.line[reader.index] != ";":
@@ -106,8 +120,46 @@ def _edit(reader: _EditReader) -> VectorEdit:
             reader.fail(f"{key} is given twice", start)
         if not reader.take("="):
             reader.fail(f"expected '=' after {key}")
-        fields[key] = _streams(reader) if key == "stream" else _choice(reader, key)
-    return _build(strength, name, hook, layers, fields)
+        fields[key] = (
+            _streams(reader)
+            if key == "stream"
+            else _numbers(reader, key)
+            if key in ("permute", "expert")
+            else _choice(reader, key)
+        )
+    op = fields.get("op", "add")
+    if op in ("force", "ban", "weight") and "expert" not in fields:
+        reader.fail(f"op={op} does not say which experts: expert=3", start)
+    nameless = op == "scale" or "permute" in fields or "expert" in fields
+    if (name is None) != nameless and (op != "clamp" or nameless):
+        reader.fail(
+            "a name is given beside op=scale, permute or expert, which have none"
+            if name is not None
+            else "expected the name of a vector: only op=scale, op=clamp of a mixer, permute and expert have none",
+            start,
+        )
+    if "expert" in fields:
+        return _experts(strength, hook, layers, fields, reader, start)
+    return _build(strength, name, hook, layers, fields, reader, start)
+
+
+def _experts(
+    strength: float, hook: str | None, layers: Any, fields: dict[str, Any], reader: _EditReader, start: int
+) -> ExpertSet:
+    op, experts = fields.get("op", "add"), fields["expert"]
+    other = next((key for key in fields if key not in ("op", "expert", "phase")), None)
+    if op not in _EXPERT_OPS:
+        reader.fail(f"expert is for op={', op='.join(_EXPERT_OPS)}", start)
+    if hook != MOE_TOPK.name:
+        reader.fail(f"experts are chosen at {MOE_TOPK.name}, expected @ {MOE_TOPK.name}[LAYERS]", start)
+    if other is not None:
+        reader.fail(f"a router has no {other}", start)
+    phase = fields.get("phase", "both")
+    if op in ("force", "ban"):
+        if strength != 1:
+            reader.fail(f"op={op} has no strength", start)
+        return ExpertSet(layers, phase=phase, **{op: experts})
+    return ExpertSet(layers, phase=phase, **{_EXPERT_FIELDS[op]: dict.fromkeys(experts, strength)})
 
 
 def _strength(reader: _EditReader) -> float:
@@ -167,13 +219,20 @@ def _streams(reader: _EditReader) -> Any:
     for word in ("all", "post_mix"):
         if reader.take(word):
             return word
+    return _numbers(reader, "stream")
+
+
+def _numbers(reader: _EditReader, key: str) -> list[int]:
     streams: list[int] = []
 
     def read_stream() -> None:
         start = reader.index
-        streams.append(int(reader.match(_WHOLE, "stream numbers, all or post_mix")))
+        words = ", all or post_mix" if key == "stream" else ""
+        streams.append(
+            int(reader.match(_WHOLE, f"{'expert' if key == 'expert' else 'stream'} numbers{words}"))
+        )
         if streams[-1] < 0:
-            reader.fail("streams are counted from 0", start)
+            reader.fail(f"{'experts' if key == 'expert' else 'streams'} are counted from 0", start)
 
     _listed(reader, read_stream)
     return streams
@@ -186,7 +245,7 @@ def _listed(reader: _EditReader, read_item: Callable[[], None]) -> None:
 
 
 def _choice(reader: _EditReader, key: str) -> str:
-    allowed = {"phase": PHASES, "path": PATHS, "op": _OPS}[key]
+    allowed = {"phase": PHASES, "path": PATHS, "op": _OPS, "renormalise": ("yes", "no")}[key]
     start = reader.index
     word = reader.match(_WORD, f"one of {', '.join(allowed)}")
     if word not in allowed:
@@ -194,22 +253,66 @@ def _choice(reader: _EditReader, key: str) -> str:
     return word
 
 
-def _build(strength: float, name: str, hook: str | None, layers: Any, fields: dict[str, Any]) -> VectorEdit:
+def _build(
+    strength: float,
+    name: str | None,
+    hook: str | None,
+    layers: Any,
+    fields: dict[str, Any],
+    reader: _EditReader,
+    start: int,
+) -> VectorEdit:
     options: dict[str, Any] = {"hook": hook, "layers": layers, "streams": fields.get("stream")}
     options |= {key: fields[key] for key in ("phase", "path") if key in fields}
     op = fields.get("op", "add")
+    if "renormalise" in fields:
+        if op not in ("clamp", "patch", "scale"):
+            reader.fail("renormalise is for op=patch, op=clamp and op=scale of a mixer", start)
+        options["renormalise"] = fields["renormalise"] == "yes"
+    if "permute" in fields and op != "patch":
+        reader.fail("permute is for op=patch of a mixer", start)
+    if op == "scale":
+        return Scale(strength, **options)
     if op == "clamp":
         return Clamp(name, min=strength, max=strength, **options)
+    vector: Any = name if "permute" not in fields else {"permutation": fields["permute"]}
     kind: type[VectorEdit] = {"add": Add, "project": Project, "patch": Patch}[op]
-    return kind(name, scale=strength, **options)
+    return kind(vector, scale=strength, **options)
+
+
+def _print_experts(edit: ExpertSet) -> str:
+    given = [(op, getattr(edit, name)) for op, name in _EXPERT_FIELDS.items() if getattr(edit, name)]
+    (op, value), strengths = given[0], {1.0}
+    if op in ("add", "weight"):
+        value, strengths = [expert for expert, _ in value], {number for _, number in value}
+    if len(given) > 1 or len(strengths) > 1 or edit.where is not None:
+        raise SteeringError(
+            "a line says one thing about experts, with one strength, and not where. Use several, or interventions."
+        )
+    strength = "" if op in ("force", "ban") else f"{strengths.pop():+} "
+    line = f"{strength}@ {MOE_TOPK.name}[{_layers(edit.layers)}] op={op} expert={','.join(map(str, value))}"
+    return line if edit.phase == "both" else f"{line} phase={edit.phase}"
 
 
 def _print(edit: Any) -> str:
-    if not isinstance(edit, (Add, Project, Clamp, Patch)) or not isinstance(edit.vector, str):
+    if isinstance(edit, ExpertSet):
+        return _print_experts(edit)
+    keys: list[str] = []
+    name = edit.vector if isinstance(edit, VectorEdit) else None
+    if isinstance(name, MixerMatrix):
+        keys = [f"permute={','.join(map(str, name.permutation))}"] if name.permutation else []
+        name = None if name.permutation else name.name
+    elif isinstance(edit, Scale) or (isinstance(edit, Clamp) and name is None):
+        name = None
+    elif not isinstance(name, str):
         raise SteeringError(
             f"{quoted(edit)} has no line: only edits with a named vector do. Register it first."
         )
     strength = edit.scale
+    if isinstance(edit, Scale):
+        if edit.scale != 1:
+            raise SteeringError("a line can say a factor, not a scale beside it. Use interventions.")
+        strength = edit.factor
     if isinstance(edit, Clamp):
         if edit.min != edit.max or edit.scale != 1 or edit.min is None:
             raise SteeringError(
@@ -218,7 +321,9 @@ def _print(edit: Any) -> str:
         strength = edit.min
     if edit.where is not None or (isinstance(edit, Add) and edit.norm_match):
         raise SteeringError("a line cannot say where, or norm_match. Use interventions.")
-    parts = [f"{strength:+}", edit.vector if _NAME.fullmatch(edit.vector) else json.dumps(edit.vector)]
+    parts = [f"{strength:+}"]
+    if name is not None:
+        parts.append(name if _NAME.fullmatch(name) else json.dumps(name))
     if edit.hook is not None:
         parts += ["@", edit.hook + ("" if edit.layers is None else f"[{_layers(edit.layers)}]")]
     elif edit.layers is not None:
@@ -234,7 +339,9 @@ def _print(edit: Any) -> str:
     ):
         if value != default:
             parts.append(f"{key}={value}")
-    return " ".join(parts)
+    if getattr(edit, "renormalise", False):
+        keys.append("renormalise=yes")
+    return " ".join([*parts, *keys])
 
 
 def _layers(layers: LayerSelector) -> str:

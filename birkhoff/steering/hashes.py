@@ -29,8 +29,12 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
     flags = bytes([edit.norm_match, edit.post_mix])
     streams = b"" if edit.streams is None else ",".join(map(str, edit.streams)).encode()
     scale = b"" if edit.scale == 1 else number(edit.scale)
-    bounds = framed(number(edit.low), number(edit.high)) if edit.op == "clamp" else b""
+    bounds = framed(number(edit.low), number(edit.high)) if edit.op in ("clamp", "bound") else b""
     patched = b"" if edit.positions is None else np.asarray(edit.positions, "<i8").tobytes()
+    mixer = []
+    if edit.entries is not None or edit.renormalise:
+        entries = b"" if edit.entries is None else np.asarray(edit.entries, "<i8").tobytes()
+        mixer = [entries, bytes([edit.renormalise])]
     content = framed(
         hook.encode(),
         str(layer).encode(),
@@ -42,6 +46,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
         bounds,
         positions,
         patched,
+        *mixer,
     )
     return DigestPart(edit.op, content)
 

@@ -14,9 +14,10 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.modules import Identity, NamedVectors
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.steering_fields import Parser, parse_steering
 from birkhoff.steering.tiers import SteeringModule, WireEdit
-from birkhoff.steering.vector_edits import ResolvedEdit, VectorEdit, check_directions, check_edits
+from birkhoff.steering.vector_edits import VectorEdit, check_directions, check_edits
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
@@ -54,7 +55,7 @@ class SteeringResolver:
         finally:
             self._for_all.remove(checked)
 
-    def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[ResolvedEdit, ...]:
+    def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The global tier and the request's own edits, resolved for one prompt."""
         items = steer if isinstance(steer, (list, tuple)) else () if steer is None else (steer,)
         paths = [item.path if isinstance(item, WireEdit) else "" for item in items]
@@ -89,23 +90,25 @@ class SteeringResolver:
         return unwrapped
 
     def check(self, edits: Sequence[WireEdit]) -> None:
-        """Check vector edits of request fields against this model; errors name the field."""
+        """Check edits of request fields against this model; errors name the field."""
         for item in edits:
             list(self._resolve(item.edit, item.path, None, 0))
 
     def parse_wire(self, fields: Mapping[str, Any]) -> list[Any]:
-        """The edits of a request's steering fields. Vector edits are `WireEdit`s, which `edits` checks against the
+        """The edits of a request's steering fields. All but SAE edits are `WireEdit`s, which `edits` checks against the
         model with the field in errors."""
         wire_edits = parse_steering(fields, self.modules, self.parsers, self.runs)
-        return [item if isinstance(item.edit, VectorEdit) else item.edit for item in wire_edits]
+        return [item if isinstance(item.edit, RequestEdit) else item.edit for item in wire_edits]
 
     def _resolve(
-        self, edit: VectorEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
-    ) -> Iterator[ResolvedEdit]:
+        self, edit: RequestEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
+    ) -> Iterator[Edit]:
         """The edit resolved, or the parts of the module of several hooks that it names."""
         try:
-            module = self.modules.get(edit.vector) if isinstance(edit.vector, str) else None
-            parts = module.edits(edit) if isinstance(module, SteeringModule) else [edit]
+            parts: Sequence[RequestEdit] = [edit]
+            if isinstance(edit, VectorEdit) and isinstance(edit.vector, str):
+                module = self.modules.get(edit.vector)
+                parts = module.edits(edit) if isinstance(module, SteeringModule) else [edit]
             for part in parts:
                 yield part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
         except RequestError as error:
@@ -121,9 +124,10 @@ class SteeringResolver:
     def digest(self) -> str | None:
         """128-bit digest of the global tier, named vectors by their content; None if it is empty."""
         every = [edit for tier in self._for_all for edit in tier]
-        named = {
-            edit.vector: self.modules[edit.vector].digest for edit in every if isinstance(edit.vector, str)
-        }
+        names = [
+            edit.vector for edit in every if isinstance(edit, VectorEdit) and isinstance(edit.vector, str)
+        ]
+        named = {name: self.modules[name].digest for name in names}
         content = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32] if every else None
 

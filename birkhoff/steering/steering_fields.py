@@ -18,10 +18,13 @@ from typing import Any, cast
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
+from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.mixer_edits import WORDS, MixerMatrix
 from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.tiers import SteeringTiers, WireEdit, compatible_path
 from birkhoff.steering.vector import Vector, finite_number
-from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
+from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project, Scale, VectorEdit
 from birkhoff.steering.vector_encoding import unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
 
@@ -38,13 +41,18 @@ CLAMP_TIERS = {
 FEATURES = ("sae_clamp_specs", "sae_full_reconstruction_specs")
 COMPATIBLE = ("steering_name", *TIERS, *CLAMP_TIERS, *FEATURES)
 NATIVE = "interventions"
-OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch}
-_COMMON = ("op", "at", "vector", "scale", "streams", "where", "phase", "path")
+OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch, "scale": Scale}
+# Kinds of edits that take no vector; an entry has their fields, and `layers` in `at`.
+OTHERS: Mapping[str, tuple[type[RequestEdit], tuple[str, ...]]] = {
+    "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase"))
+}
+_COMMON = ("op", "at", "scale", "streams", "where", "phase", "path")
 _OWN = {
-    "add": ("norm_match",),
-    "project": ("strength",),
-    "clamp": ("strength", "min", "max", "value"),
-    "patch": ("source",),
+    "add": ("vector", "norm_match"),
+    "project": ("vector", "strength"),
+    "clamp": ("vector", "strength", "min", "max", "value", "renormalise"),
+    "patch": ("vector", "source", "renormalise"),
+    "scale": ("factor", "renormalise"),
 }
 
 Parser = Callable[[Any, str], Sequence[Any]]  # value and path of a field -> edits
@@ -81,7 +89,10 @@ def parse_steering(
 
 def intervention(edit: Any) -> dict[str, Any]:
     """One edit as an entry of `interventions`, which `parse_steering` parses into the same edit."""
-    if not isinstance(edit, (Add, Project, Clamp, Patch)):
+    if edit.op in OTHERS:
+        values: dict[str, Any] = edit.to_json()
+        return {"op": edit.op, "at": {"layers": values.pop("layers")}} | values
+    if not isinstance(edit, VectorEdit):
         sae_edit: dict[str, Any] = edit.to_json()
         return sae_edit
     out: dict[str, Any] = {"op": edit.op}
@@ -89,13 +100,15 @@ def intervention(edit: Any) -> dict[str, Any]:
     at = {name: fields[name] for name in ("hook", "layers") if name in fields}
     if at:
         out["at"] = at
-    name = "source" if edit.op == "patch" else "vector"
+    name = {"patch": "source", "scale": "factor"}.get(edit.op, "vector")
     if isinstance(edit.vector, str):
         out[name] = f"@{edit.vector}"
-    else:
+    elif edit.op == "scale":
+        out[name] = fields["factor"]
+    elif edit.vector is not None:
         out[name] = "zeros" if edit.op == "patch" and edit.vector == 0 else fields["vector"]
     return out | {
-        key: value for key, value in fields.items() if key not in ("op", "hook", "layers", "vector")
+        key: value for key, value in fields.items() if key not in ("op", "hook", "layers", "vector", "factor")
     }
 
 
@@ -132,30 +145,50 @@ def _interventions(value: Any, features: Mapping[str, Parser], runs: Mapping[str
         if op == "sae":
             for edit in _parser(features, "sae", path)(raw, path):
                 yield WireEdit(path, edit)
+        elif isinstance(op, str) and op in OTHERS:
+            yield WireEdit(path, _other(raw, op, path))
         elif not isinstance(op, str) or op not in OPS:
-            raise SteeringError(f"is {quoted(op)}, expected one of {', '.join(OPS)}, sae.", f"{path}.op")
+            known = ", ".join((*OPS, *OTHERS, "sae"))
+            raise SteeringError(f"is {quoted(op)}, expected one of {known}.", f"{path}.op")
         else:
             yield WireEdit(path, _native(raw, op, path, runs))
 
 
-def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any]) -> Any:
-    check_keys(raw, (*_COMMON, *_OWN[op]), path, SteeringError)
+def _other(raw: Mapping[str, Any], op: str, path: str) -> RequestEdit:
+    kind, known = OTHERS[op]
+    check_keys(raw, ("op", "at", *known), path, SteeringError)
+    at = _at(raw, ("layers",), path)
+    values = {name: raw[name] for name in known if raw.get(name) is not None}
+    with field_path(path, SteeringError):
+        return kind.from_json({"op": op, **at, **values})
+
+
+def _at(raw: Mapping[str, Any], known: Sequence[str], path: str) -> Mapping[str, Any]:
     at = raw.get("at", {})
     if not isinstance(at, Mapping):
-        raise SteeringError(f"is {quoted(at)}, expected an object with 'hook' and 'layers'.", f"{path}.at")
-    check_keys(at, ("hook", "layers"), f"{path}.at", SteeringError)
+        raise SteeringError(
+            f"is {quoted(at)}, expected an object with {' and '.join(map(repr, known))}.", f"{path}.at"
+        )
+    check_keys(at, known, f"{path}.at", SteeringError)
+    return at
+
+
+def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any]) -> Any:
+    check_keys(raw, (*_COMMON, *_OWN[op]), path, SteeringError)
+    at = _at(raw, ("hook", "layers"), path)
     options = {
         name: raw[name]
         for name in ("scale", "streams", "where", "phase", "path")
         if raw.get(name) is not None
     }
     options |= {
-        name: raw[name] for name in ("norm_match", "min", "max") if name in raw and raw[name] is not None
+        name: raw[name]
+        for name in ("norm_match", "min", "max", "renormalise")
+        if name in raw and raw[name] is not None
     }
-    if not isinstance(options.get("norm_match", False), bool):
-        raise SteeringError(
-            f"is {quoted(options['norm_match'])}, expected true or false.", f"{path}.norm_match"
-        )
+    for name in ("norm_match", "renormalise"):
+        if not isinstance(options.get(name, False), bool):
+            raise SteeringError(f"is {quoted(options[name])}, expected true or false.", f"{path}.{name}")
     if "strength" in raw:  # an alias of scale for directions
         if "scale" in raw:
             raise SteeringError("is given beside scale, and means the same. Give one.", f"{path}.strength")
@@ -172,13 +205,19 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
 def _source(
     raw: Mapping[str, Any], op: str, at: Mapping[str, Any], path: str, runs: Mapping[str, Any]
 ) -> Any:
+    if op == "scale":
+        return finite_number(raw.get("factor"), "factor", f"{path}.factor")
     field = "source" if op == "patch" and "source" in raw else "vector"
     value, where = raw.get(field), f"{path}.{field}"
+    if op == "clamp" and value is None:
+        return None
     if op == "patch" and "source" in raw and "vector" in raw:
         raise SteeringError("is given beside source, and means the same. Give one.", f"{path}.vector")
     if isinstance(value, str):
         if op == "patch" and value == "zeros":
             return 0
+        if op == "patch" and value in WORDS:
+            return MixerMatrix(value)
         if value.startswith("@") and len(value) > 1:
             return value[1:]
         raise SteeringError(f"is {quoted(value)}, expected '@' and the name of a module, or numbers.", where)
@@ -190,9 +229,13 @@ def _source(
                 return _run(value, at, runs)
             if op == "patch" and "positions" in value:
                 return PositionRows.from_json(value)
+            if op == "patch" and "permutation" in value:
+                return MixerMatrix.parse(value)
             return SteeringVector.from_json(value)
         if not is_list(value):
             raise SteeringError(f"is {quoted(value)}, expected '@name', numbers or a packed vector.")
+        if op == "patch" and value and all(is_list(line) for line in value):
+            value = [number for line in value for number in line]  # a matrix
         return Vector(value, "the vector")
 
 

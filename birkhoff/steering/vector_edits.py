@@ -1,21 +1,24 @@
-"""The vector edits of a request: `Add`, `Project`, `Clamp`, `Patch`. Plain data, checked on construction and again
-against a model.
+"""The vector edits of a request: `Add`, `Project`, `Clamp`, `Patch`, `Scale`. Plain data, checked on construction and
+again against a model.
 
     Add(vector, hook="mhc_streams_pre_attn", layers=[4], scale=2.0, streams=[1])     h' = h + scale * v
     Project(vector, ...)                                                             h' = h - scale * (h.v) v
     Clamp(vector, ..., min=None, max=None)                                           min <= h.v <= max on exit
     Patch(vector, ...)                                                               h' = h + scale * (v - h)
+    Scale(factor, ...)                                                               h' = factor * h
 
-Directions of `Project` and `Clamp` are normalised here. `where` selects tokens as captures do; `phase` selects prompt
-tokens or generated ones, by position and not by the size of a step. `path` selects which streams are edited: those the
-sublayer reads, those carried past it, or both. `resolve` returns the `hooks.plan.Edit` that an engine runs.
+At mixers (`mixer_edits.py`) `Patch` takes matrices, `Clamp` without a vector bounds entries, and `streams` selects
+entries. Directions of `Project` and `Clamp` are normalised here. `where` selects tokens as captures do; `phase` selects
+prompt tokens or generated ones, by position and not by the size of a step. `path` selects which streams are edited:
+those the sublayer reads, those carried past it, or both. `resolve` returns the `hooks.plan.Edit` that an engine runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,15 +27,17 @@ from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
-from birkhoff.hooks.layers import LayerSelector, parse_layers
+from birkhoff.hooks.layers import LayerSelector, is_list
 from birkhoff.hooks.phases import PHASES, every_generated, offsets
 from birkhoff.hooks.plan import Key
-from birkhoff.hooks.positions import Positions, parse_positions
+from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.option_checks import as_int
 from birkhoff.steering.hashes import site_part
+from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
@@ -41,7 +46,7 @@ PATHS = ("both", "read", "carry")
 
 
 @dataclass(frozen=True)
-class VectorEdit:
+class VectorEdit(RequestEdit):
     """Fields of every edit. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`;
     the last provides hook, layers and streams where the edit has none."""
 
@@ -54,22 +59,14 @@ class VectorEdit:
     phase: str = "both"
     path: str = "both"
 
-    op: ClassVar[str] = ""
-
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "vector", self._source(self.vector))
         if self.hook is not None and not isinstance(self.hook, str):
             raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
-        if self.layers is not None:
-            put(self, "layers", parse_layers(self.layers))
-        if self.where is not None:
-            put(self, "where", parse_positions(self.where, "where"))
+        self._parse(path=PATHS)
         put(self, "scale", finite_number(self.scale, "scale"))
         put(self, "streams", _streams(self.streams))
-        for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
-            if value not in allowed:
-                raise SteeringError(f"{name} is {quoted(value)}, expected one of {', '.join(allowed)}.")
         self._check()
 
     def _check(self) -> None:
@@ -80,33 +77,6 @@ class VectorEdit:
         if isinstance(value, Mapping):
             return SteeringVector.from_json(value)
         return value if isinstance(value, (str, Vector, SteeringVector)) else Vector(value)
-
-    def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"op": self.op}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default:
-                out[f.name] = (
-                    value.to_json()
-                    if hasattr(value, "to_json")
-                    else list(value)
-                    if isinstance(value, tuple)
-                    else value
-                )
-        return out
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        values = dict(raw)
-        if values.pop("op", cls.op) != cls.op:
-            raise SteeringError(f"op is {quoted(raw['op'])}, expected {cls.op!r}.")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise SteeringError(
-                f"{quoted(unknown[0])} is no field of {cls.__name__}, expected {', '.join(sorted(known))}."
-            )
-        return cls(**values)
 
     def resolve(
         self,
@@ -128,40 +98,26 @@ class VectorEdit:
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
                 "vector brings none. Give hook= and layers=."
             )
-        why = site_names.refusal(edit.hook, schema)
-        if why is not None:
-            raise SteeringError(why)
         sites: dict[Key, SiteEdit] = {}
         operations: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
         at_layers: list[VectorEdit] = []
-        for layer, (hook, at) in site_names.select(edit.hook, edit.layers, schema, num_layers).items():
-            if not schema[hook].steerable:
-                steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
-                raise SteeringError(
-                    f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}."
-                )
-            if edit.streams == "post_mix" and (hook, at) == ("mhc_streams_pre_attn", 0):
-                raise SteeringError(
-                    "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
-                    "yet. Use a later layer, or name the streams."
-                )
-            if edit.path != "both" and "mhc_streams_final" not in schema:
-                raise SteeringError(
-                    f"path is {quoted(edit.path)}, but edits of this model act on what is read and on what is carried. "
-                    "Leave path out."
-                )
-            path = edit.path if hook.startswith("mhc_streams") else "both"
-            if hook == "mhc_streams_final" and path == "carry":
-                path = "both"  # everything after it reads the carried streams
+        addresses = [
+            entry
+            for name in site_names.members(edit.hook, schema)
+            for entry in edit._addresses(name, schema, num_layers)
+        ]
+        for layer, (hook, at), path in addresses:
             at_layer = edit._at_address((hook, at), layer, prompt, max_tokens)
             vector = at_layer.vector
             if (hook, id(vector)) not in operations:
-                values = torch.zeros(schema[hook].width) if vector == 0 else vector.tensor()
-                operations[hook, id(vector)] = at_layer._at_site(values, schema[hook], hook, path)
+                values = at_layer._values(vector, hook, schema[hook])
+                at_site = at_layer._at_mixer if is_mixer(hook) else at_layer._at_site
+                operations[hook, id(vector)] = at_site(values, schema[hook], hook, path)
                 at_layers.append(at_layer)
             sites[hook, at] = operations[hook, id(vector)]
+        renormalised = bool(getattr(edit, "renormalise", False))
         if prompt is None:
-            return ResolvedEdit(sites, None, edit.phase)
+            return ResolvedEdit(sites, None, edit.phase, renormalised=renormalised)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
         length = prompt if isinstance(prompt, int) else len(prompt)
         positions = {at_layer._positions(length + max_tokens) for at_layer in at_layers}
@@ -169,14 +125,63 @@ class VectorEdit:
             raise SteeringError(
                 "the source has rows of different positions at different sites. Patch them with one edit each."
             )
-        return ResolvedEdit(sites, selector, edit.phase, positions.pop(), length)
+        return ResolvedEdit(sites, selector, edit.phase, positions.pop(), length, renormalised)
+
+    def _addresses(
+        self, name: str, schema: Mapping[str, HookSchema], num_layers: int
+    ) -> list[tuple[int, Key, Any]]:
+        """The layers that one hook is edited at, with their sites and the path of the edit there."""
+        why = site_names.refusal(name, schema)
+        if why is not None:
+            raise SteeringError(why)
+        addresses: list[tuple[int, Key, Any]] = []
+        for layer, (hook, at) in site_names.select(name, self.layers, schema, num_layers).items():
+            _check_op(self.op, hook, schema)
+            if self.streams == "post_mix" and (hook, at) == ("mhc_streams_pre_attn", 0):
+                raise SteeringError(
+                    "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
+                    "yet. Use a later layer, or name the streams."
+                )
+            if self.path != "both" and "mhc_streams_final" not in schema:
+                raise SteeringError(
+                    f"path is {quoted(self.path)}, but edits of this model act on what is read and on what is carried. "
+                    "Leave path out."
+                )
+            path = self.path if hook.startswith("mhc_streams") else "both"
+            if hook == "mhc_streams_final" and path == "carry":
+                path = "both"  # everything after it reads the carried streams
+            addresses.append((layer, (hook, at), path))
+        return addresses
 
     def _at_address(
         self, address: Key, layer: int, prompt: Sequence[int] | int | None, max_tokens: int
     ) -> Self:
         """The edit with the vector for one site."""
-        vector = self.vector if self.vector == 0 else self.vector.at(layer)
+        vector = self.vector.at(layer) if hasattr(self.vector, "at") else self.vector
         return self if vector is self.vector else replace(self, vector=vector)
+
+    def _values(self, vector: Any, hook: str, row: HookSchema) -> torch.Tensor:
+        """The numbers of the vector at a hook: [width], or [positions, width]."""
+        if isinstance(vector, MixerMatrix):
+            return vector.tensor(hook, row)
+        return torch.zeros(row.width) if vector == 0 else vector.tensor()
+
+    def _at_mixer(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
+        """The operation for rows of a mixer; `streams` selects entries."""
+        if vector.shape[-1] != row.width:
+            shape = "x".join(map(str, row.logical_shape))
+            raise SteeringError(f"the source has {vector.shape[-1]} numbers, {hook} has {shape} weights.")
+        renormalise = bool(getattr(self, "renormalise", False))
+        if renormalise and len(row.logical_shape) == 1:
+            raise SteeringError(
+                f"renormalise makes a mixer [from, to] doubly stochastic, and {hook} has one weight for each stream. "
+                "Leave it out."
+            )
+        entries = mixer_entries(self.streams, row)
+        edit = self._site_edit(vector, None, False, path)
+        if edit.op == "patch" and edit.scale == 1 and entries is None and renormalise:
+            edit, renormalise = replace(edit, vector=renormalised(vector, row)), False
+        return replace(edit, entries=entries, renormalise=renormalise)
 
     def _positions(self, text_len: int) -> frozenset[int] | None:
         """The positions that this edit has rows for; None if it is the same at all positions."""
@@ -227,6 +232,8 @@ class VectorEdit:
     def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
         """The operation for rows of this hook; widths and streams are checked."""
         streams = self.streams
+        if getattr(self, "renormalise", False):
+            raise SteeringError(f"renormalise is for mixers [from, to], and {hook} is none. Leave it out.")
         has_streams = hook.startswith("mhc_streams")
         width, numbers = row.width, vector.shape[-1]
         if not has_streams:
@@ -289,12 +296,20 @@ class Add(VectorEdit):
 
 @dataclass(frozen=True)
 class Clamp(VectorEdit):
+    """Without a vector (None), at mixers only, every entry is clamped."""
+
     min: float | None = None
     max: float | None = None
+    renormalise: bool = False
 
     op: ClassVar[str] = "clamp"
 
+    @staticmethod
+    def _source(value: Any) -> Any:
+        return None if value is None else VectorEdit._source(value)
+
     def _check(self) -> None:
+        _check_flag(self.renormalise)
         for name in ("min", "max"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, finite_number(getattr(self, name), name))
@@ -309,7 +324,16 @@ class Clamp(VectorEdit):
                 f"scale is {self.scale}, expected 0 to 1 for a clamp. Project allows other strengths."
             )
 
+    def _values(self, vector: Any, hook: str, row: HookSchema) -> torch.Tensor:
+        if vector is None and not is_mixer(hook):
+            raise SteeringError(
+                f"Clamp has no vector, which bounds every weight of a mixer, and {hook} is none. Give a vector."
+            )
+        return torch.zeros(row.width) if vector is None else super()._values(vector, hook, row)
+
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        if self.vector is None:
+            return SiteEdit("bound", vector, self.scale, path, streams, low=self.min, high=self.max)
         return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=self.min, high=self.max)
 
 
@@ -325,16 +349,19 @@ class Project(VectorEdit):
 class Patch(VectorEdit):
     """`vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, captured
     rows (`output.acts[hook, layer]`), or a whole run (a `Trace`, `output.acts`), of which the rows of the edit's hook
-    and layers are used. With rows by position only those positions are patched.
+    and layers are used. With rows by position only those positions are patched. For mixers it may also be "identity",
+    "uniform", `{"permutation": [...]}` or a matrix [from, to].
 
     `align` says which row of a run goes where: "position" keeps positions, "tokens" aligns the two texts token by
     token (`align_tokens`), for texts of different length."""
 
     align: str = "position"
+    renormalise: bool = False
 
     op: ClassVar[str] = "patch"
 
     def _check(self) -> None:
+        _check_flag(self.renormalise)
         if self.align not in ALIGN:
             raise SteeringError(f"align is {quoted(self.align)}, expected one of {', '.join(ALIGN)}.")
         if self.align != "position" and not isinstance(self.vector, RunRows):
@@ -355,6 +382,13 @@ class Patch(VectorEdit):
 
     @staticmethod
     def _source(value: Any) -> Any:
+        matrix = MixerMatrix.parse(value)
+        if matrix is not None:
+            return matrix
+        if is_list(value) and value and all(is_list(line) for line in value):
+            value = [number for line in value for number in line]
+        elif isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1]:
+            value = value.flatten()
         if isinstance(value, (PositionRows, RunRows)) or (type(value) in (int, float) and value == 0):
             return value
         if isinstance(value, Mapping) and value and isinstance(next(iter(value)), tuple):
@@ -370,6 +404,42 @@ class Patch(VectorEdit):
         return SiteEdit("patch", vector, self.scale, path, streams, positions=positions)
 
 
+@dataclass(frozen=True)
+class Scale(VectorEdit):
+    """`vector` is the factor: `Scale(0.5, "mlp_out", [4])` halves the output. `scale` < 1 goes a part of the way."""
+
+    renormalise: bool = False
+
+    op: ClassVar[str] = "scale"
+
+    @property
+    def factor(self) -> float:
+        factor: float = self.vector
+        return factor
+
+    @staticmethod
+    def _source(value: Any) -> Any:
+        return finite_number(value, "factor")
+
+    def _check(self) -> None:
+        _check_flag(self.renormalise)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = super().to_json()
+        return {"op": self.op, "factor": fields.pop("vector")} | fields
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        return super().from_json({"vector" if name == "factor" else name: raw[name] for name in raw})
+
+    def _values(self, vector: Any, hook: str, row: HookSchema) -> torch.Tensor:
+        named = hook.startswith("mhc_streams") and self.streams not in (None, "post_mix")
+        return torch.zeros(row.logical_shape[-1] if named else row.width)
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("patch", vector, self.scale * (1 - self.factor), path, streams)
+
+
 @dataclass(frozen=True, eq=False)
 class ResolvedEdit:
     """An edit as a plan carries it: operations by site, and which tokens they change."""
@@ -379,14 +449,25 @@ class ResolvedEdit:
     phase: str
     positions: frozenset[int] | None = None
     prompt_len: int = 0
+    renormalised: bool = False  # its mixers are made doubly stochastic
 
     @property
     def generated(self) -> bool | None:
         every = every_generated(self.phase, self.selector)
         return every if self.positions is None or every is False else None
 
-    def describe(self) -> None:
-        return None
+    def describe(self) -> dict[str, Any]:
+        """Of an edited mixer [from, to]: whether the edit leaves it doubly stochastic."""
+        mixers = [key for key in self.sites if key[0].endswith("_res_mix")]
+        if not mixers:
+            return {}
+        return {
+            "mixers": {
+                "sites": [f"{hook}[{layer}]" for hook, layer in mixers],
+                "mixer": "renormalised" if self.renormalised else "as given",
+                "doubly_stochastic": self.renormalised or all(_keeps_sums(self.sites[key]) for key in mixers),
+            }
+        }
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         if self.phase not in ("both", phase):
@@ -426,18 +507,46 @@ def check_directions(edits: Iterable[Any]) -> None:
                 )
 
 
-def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
+def check_edits(edits: Any) -> tuple[RequestEdit, ...]:
     """The edits as a tuple; anything but a list of edits is refused."""
     checked = (
         (edits,)
-        if isinstance(edits, VectorEdit)
+        if isinstance(edits, RequestEdit)
         else tuple(edits)
         if isinstance(edits, (list, tuple))
         else None
     )
-    if checked is None or not all(isinstance(edit, VectorEdit) for edit in checked):
-        raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
+    if checked is None or not all(isinstance(edit, RequestEdit) for edit in checked):
+        raise SteeringError(
+            f"steer is {quoted(edits)}, expected a list of edits such as Add, Project, Clamp, Patch or Scale."
+        )
     return checked
+
+
+def _check_op(op: str, hook: str, schema: Mapping[str, HookSchema]) -> None:
+    """Refuse an edit that a hook does not take."""
+    row = schema[hook]
+    if op in row.edits:
+        return
+    if row.edits:
+        raise SteeringError(f"{hook} takes {', '.join(row.edits)}, not {op}.")
+    steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
+    raise SteeringError(f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}.")
+
+
+def _check_flag(renormalise: Any) -> None:
+    if not isinstance(renormalise, bool):
+        raise SteeringError(f"renormalise is {quoted(renormalise)}, expected True or False.")
+
+
+def _keeps_sums(edit: SiteEdit) -> bool:
+    """Whether a doubly stochastic mixer is one after the edit, as far as that is known before it runs."""
+    if edit.op != "patch" or edit.entries is not None or not 0 <= edit.scale <= 1:
+        return False
+    m = math.isqrt(edit.vector.shape[-1])
+    matrix = edit.vector.unflatten(-1, (m, m))
+    sums = torch.cat((matrix.sum(-1), matrix.sum(-2)))
+    return bool((matrix >= 0).all()) and bool((sums - 1).abs().max() < 1e-3)
 
 
 def _unit(vector: Any) -> Any:
@@ -470,7 +579,9 @@ __all__ = [
     "Patch",
     "Positions",
     "Project",
+    "RequestEdit",
     "ResolvedEdit",
+    "Scale",
     "VectorEdit",
     "check_directions",
     "check_edits",

@@ -19,6 +19,7 @@ from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.routing import ExpertUse, RouterHost
 from birkhoff.hooks.sites import SITES
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -51,8 +52,19 @@ def make_graphs(model, **options) -> CudaGraphs:
     return CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=128, **options)
 
 
+def expert_use(seed: int) -> ExpertUse:
+    """One expert forced with a weight, one banned, one with a higher score."""
+    count = SHORT.n_routed_experts
+    numbers = torch.zeros(3, count)
+    numbers[2] = torch.nan
+    forced, banned, raised = (seed % count, (seed + 1) % count, (seed + 2) % count)
+    numbers[0, raised], numbers[1, forced], numbers[1, banned], numbers[2, forced] = 0.3, 1.0, -1.0, 0.4
+    return ExpertUse(numbers, RouterHost(count, SHORT.num_experts_per_tok))
+
+
 def edits(seed: int):
-    """Additions, a patched output, a clamped input, and streams edited on the read path only."""
+    """Additions, a patched output, a clamped input, streams edited on the read path only, mixers, and routers: one
+    hash-routed, one not."""
     unit = vector(D, seed) / vector(D, seed).norm()
     return [
         Everywhere(
@@ -73,6 +85,15 @@ def edits(seed: int):
                 ("final_hidden", 1): SiteEdit("add", vector(D, seed + 4), 0.1, norm_match=True),
             }
         ),
+        Everywhere(
+            {
+                ("mhc_attn_pre_mix", 0): SiteEdit("patch", torch.zeros(M), 0.3, entries=(seed % M,)),
+                ("mhc_ffn_post_mix", 0): SiteEdit("bound", torch.zeros(M), high=0.1 + seed / 100),
+                ("mhc_attn_res_mix", 1): SiteEdit("patch", torch.eye(M).flatten(), 0.5, renormalise=True),
+                ("mhc_head_mix", 1): SiteEdit("patch", vector(M, seed + 5).abs(), 0.5),
+            }
+        ),
+        Everywhere({("moe_topk", layer): expert_use(seed) for layer in range(LAYERS)}),
     ]
 
 
@@ -177,7 +198,8 @@ def answers(model, name: str, widths) -> tuple[list[list[int]], list[CaptureJob]
 
 
 def test_an_engine_steers_and_captures_with_graphs(model):
-    widths = {site.name: {"d": D, "md": M * D}[site.shape] for site in SITES if site.edit and not site.absent}
+    sizes = {"d": D, "md": M * D, "m": M, "mm": M * M, "k2": 2 * SHORT.num_experts_per_tok}
+    widths = {site.name: sizes[site.shape] for site in SITES if site.editable and not site.absent}
     (plain, plain_jobs), (actual, actual_jobs) = (
         answers(model, name, widths) for name in ("reference", "triton")
     )

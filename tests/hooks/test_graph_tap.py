@@ -115,7 +115,7 @@ def run_sites(tap, count, dtype):
         random_tensor(2, ROWS, D),
         random_tensor(3, ROWS, M, D),
     )
-    tap.at(LAYER - 1).see(MHC_FFN_POST_MIX, post[:count])
+    tap.at(LAYER - 1)(MHC_FFN_POST_MIX, post[:count])
     at = tap.at(LAYER)
     read, carried = at.part(MHC_STREAMS_PRE_ATTN, x[:count].to(dtype))
     out = at(MLP_OUT, y[:count].to(dtype))

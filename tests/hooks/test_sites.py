@@ -49,6 +49,13 @@ def test_once_plain_and_absent_sites():
     assert [s.name for s in sites.SITES if s.absent] == ["post_mlp", "attn_out", "attn_z"]
 
 
+def test_mixers_take_their_own_edits():
+    assert {s.name: s.ops for s in sites.SITES if s.name.endswith("_mix")} == dict.fromkeys(
+        [s.name for s in sites.SITES if s.shape in ("m", "mm")], ("clamp", "patch", "scale")
+    )
+    assert all(not (s.edit and s.ops) and s.editable == (s.edit or bool(s.ops)) for s in sites.SITES)
+
+
 def test_sites_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         sites.PRE_ATTN.name = "other"

@@ -20,7 +20,7 @@ STREAM_SITES = (sites.MHC_STREAMS_PRE_ATTN, sites.MHC_STREAMS_PRE_MLP, sites.MHC
 EDITABLE = [
     (site, layer)
     for site in sites.SITES
-    if site.edit and not site.absent
+    if site.editable and not site.absent and site is not sites.MOE_TOPK
     for layer in ([LAST] if site.once else [0, 2, 3, LAST])
 ]
 
@@ -173,12 +173,12 @@ def test_an_edit_changes_logits_from_its_token_on_and_a_zero_edit_changes_nothin
     assert torch.equal(trace(tiny, tokens, add(0.0))[0], whole[0])
 
 
-@pytest.mark.parametrize("site", [s for s in sites.SITES if not s.edit], ids=address)
+@pytest.mark.parametrize("site", [s for s in sites.SITES if not s.editable], ids=address)
 def test_a_read_only_site_is_never_edited(site, tiny, tokens):
     offered = []
     trace(tiny, tokens[:5], lambda s, layer, x: offered.append(s))
     assert site not in offered and {s.name for s in offered} == {
-        s.name for s in sites.SITES if s.edit and not s.absent
+        s.name for s in sites.SITES if s.editable and not s.absent
     }
 
 

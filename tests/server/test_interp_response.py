@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, Patch, Project, SaeReconstruct, SaeSet
+from birkhoff import Add, Capture, Clamp, ExpertSet, Patch, Project, SaeReconstruct, SaeSet, Scale
 from birkhoff.analysis.contrast import contrast_rows, vector_of
 from birkhoff.capture.store.reader import read_request
 from tests.cli.conftest import ROOT
@@ -100,6 +100,38 @@ CASES = {
             ]
         },
         [Patch(0, OUT, [6], where={"generated": "all"})],
+    ),
+    "mixers": (
+        {
+            "interventions": [
+                {"op": "patch", "at": {"hook": "mhc_res_mix", "layers": "all"}, "source": "identity"},
+                {"op": "scale", "at": {"hook": "mhc_pre_mix", "layers": [3]}, "factor": 0, "streams": [2]},
+                {"op": "clamp", "at": {"hook": "mhc_post_mix", "layers": [1]}, "max": 0.5},
+            ]
+        },
+        [
+            Patch("identity", "mhc_res_mix", "all"),
+            Scale(0, "mhc_pre_mix", [3], streams=[2]),
+            Clamp(None, "mhc_post_mix", [1], max=0.5),
+        ],
+    ),
+    "experts": (
+        {
+            "interventions": [
+                {"op": "experts", "at": {"layers": [1, 5]}, "force": [3], "add": {"2": 0.5}},
+                {
+                    "op": "experts",
+                    "at": {"layers": "all"},
+                    "ban": [0],
+                    "weights": {"3": 1.0},
+                    "phase": "decode",
+                },
+            ]
+        },
+        [
+            ExpertSet([1, 5], force=[3], add={2: 0.5}),
+            ExpertSet("all", ban=[0], weights={3: 1.0}, phase="decode"),
+        ],
     ),
     "steering_name": ({"steering_name": "spooky"}, [Add("spooky", path="carry")]),
     "steering_name with a scale": (

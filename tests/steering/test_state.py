@@ -23,7 +23,7 @@ PROMPT = [0, *range(40, 40 + 20)]
 PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 STREAMS = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final")
 STEERABLE = ("pre_attn", "post_attn", "mlp_in", "mlp_out", "final_hidden", *STREAMS)
-READ_ONLY = tuple(site.name for site in SITES if not site.edit)
+READ_ONLY = tuple(site.name for site in SITES if not site.editable)
 OPERATIONS = (
     "add",
     "norm_match",

@@ -280,7 +280,7 @@ BAD = [
     (lambda m, d: Clamp([0.0] * d, hook="mlp_out", layers=[0], max=0.0), "zero"),
     (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0], min=1.0, max=0.0), "Swap"),
     (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0]), "neither"),
-    (lambda m, d: Add([1.0] * m, hook="mhc_attn_post_mix", layers=[0]), "capture-only"),
+    (lambda m, d: Add([1.0] * m, hook="mhc_attn_post_mix", layers=[0]), "takes clamp, patch, scale"),
     (lambda m, d: Add([1.0] * d, hook="post_mlp", layers=[0]), "mhc_streams_final"),
     (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[99]), "99"),
     (lambda m, d: Add([1.0] * d, hook="mlp_out"), "layers"),

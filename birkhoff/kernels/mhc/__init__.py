@@ -8,6 +8,8 @@ Shapes: streams `[n, m, d]` in the model's dtype; `fn [(2+m)m, m*d]`, `base [(2+
     `u` in the streams' dtype, the coefficients float32. `mix[j, k]` carries stream j to stream k.
 `write(streams, y [n, d], post, mix) -> [n, m, d]`
     `post[k] * y + sum_j mix[j, k] * streams[j]`, float32 inside, rounded once.
+`reread(streams, u [n, d], pre, edited [n, m]) -> [n, d]`
+    the input as read with edited weights; rows with unchanged weights, and `u` if `edited is pre`, keep their bits.
 `head(streams, fn [m, m*d], base [m], scale [1], eps, rms_eps) -> (h [n, d], weights [n, m])`
 `sinkhorn(logits [n, m, m], iters, eps) -> [n, m, m]`
     alternating row and column normalisation that ends on columns: columns sum to 1 within 2e-6, rows approximately.
@@ -16,6 +18,6 @@ All intermediate results are float32, whatever the dtype of the streams. Toleran
 1e-5 absolute on coefficients, 1e-5 relative on streams in float32.
 """
 
-from birkhoff.kernels.mhc.reference import coefficients, head, read, sinkhorn, write
+from birkhoff.kernels.mhc.reference import coefficients, head, read, reread, sinkhorn, write
 
-__all__ = ["coefficients", "head", "read", "sinkhorn", "write"]
+__all__ = ["coefficients", "head", "read", "reread", "sinkhorn", "write"]

@@ -41,6 +41,16 @@ def _collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.einsum("...m,...md->...d", weights, streams.float()).to(streams.dtype)
 
 
+def reread(
+    streams: torch.Tensor, collapsed: torch.Tensor, weights: torch.Tensor, edited: torch.Tensor
+) -> torch.Tensor:
+    if edited is weights:
+        return collapsed
+    parts = [edited[..., s, None] * streams[..., s, :].float() for s in range(streams.shape[-2])]
+    changed = (edited != weights).any(-1, keepdim=True)
+    return torch.where(changed, sum(parts[1:], parts[0]).to(streams.dtype), collapsed)
+
+
 def read(
     streams: torch.Tensor,
     fn: torch.Tensor,

@@ -32,6 +32,7 @@ OWN_ONLY = (
     "experts",
     "gpu_memory",
     "expert_counts",
+    "experts_on",
     "prefix_cache",
     "speculative",
     "context_root",
@@ -55,6 +56,7 @@ class EngineKwargs(TypedDict, total=False):
     experts: str | int | float
     gpu_memory: str | int | None
     expert_counts: str | Path | None
+    experts_on: str
     max_requests: int
     max_batch_tokens: int
     max_context: int | None
@@ -110,6 +112,11 @@ class EngineOptions:
         None,
         "File of expert usage counts. It decides which experts start on the GPU and is rewritten on close.",
         "none",
+    )
+    experts_on: str = option(
+        "auto",
+        "Where decode steps compute experts that are not on the GPU: gpu (read over the bus), cpu (beside the GPU), or "
+        "auto (what is measured to be faster at load).",
     )
     max_requests: int = option(8, "Requests that run at once.")
     max_batch_tokens: int = option(2048, "Maximum tokens computed in one step; more than max_requests.")
@@ -185,6 +192,7 @@ class EngineOptions:
         check_choice("capture_overload_policy", self.capture_overload_policy, ("spill", "block", "drop"))
         check_int("capture_dispatch_queue_size", self.capture_dispatch_queue_size)
         check_int("capture_spill_max_bytes", self.capture_spill_max_bytes, 0)
+        check_choice("experts_on", self.experts_on, ("auto", "gpu", "cpu"))
         check_choice("weights", self.weights, ("auto", "packed", "dense"))
         for name in ("max_requests", "max_batch_tokens", "max_context", "cache_bytes", "context_bytes"):
             value = getattr(self, name)

@@ -172,7 +172,7 @@ def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
             if (copy := store.acquire((layer, expert)))
         ]
         store.publish(wait=True)
-        rates.append(len(copies) * store.layout.nbytes / (time.perf_counter() - began))
+        rates.append(len(copies) * store.slot_bytes / (time.perf_counter() - began))
         for copy in copies:
             store.release(copy)
     return max(rates)
@@ -185,7 +185,7 @@ def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, fl
     reads, hot = steps.reads(count), store.resident()
     ms = steps.milliseconds(count)
     typical = median(ms)
-    hot_bytes, cold_bytes = (int(reads[where].sum()) / count * store.layout.nbytes for where in (hot, ~hot))
+    hot_bytes, cold_bytes = (int(reads[where].sum()) / count * store.slot_bytes for where in (hot, ~hot))
     limit = ((read + hot_bytes) / speeds[0] + cold_bytes / speeds[1]) * 1e3
     batch = steps.buffers.rows
     return {
@@ -193,7 +193,7 @@ def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, fl
         "ms": summary(ms),
         "tokens_per_second": significant(batch / typical * 1e3),
         "misses": significant(cold_bytes / max(hot_bytes + cold_bytes, 1)),
-        "cold_experts_per_step": significant(cold_bytes / store.layout.nbytes),
+        "cold_experts_per_step": significant(cold_bytes / store.slot_bytes),
         "limit_tokens_per_second": significant(batch / limit * 1e3),
         "share_of_limit": significant(limit / typical),
         "passed": limit / typical >= MIN_SHARE_OF_LIMIT,
@@ -283,7 +283,7 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus_rate: flo
         _wait(device)
         spans.append(1e3 * (time.perf_counter() - began))
     fresh = store.read_counts.cpu() - before
-    cold = float(fresh[~store.resident()].sum()) / rounds * store.layout.nbytes
+    cold = float(fresh[~store.resident()].sum()) / rounds * store.slot_bytes
     typical = median(spans)
     return {
         "kind": "chunk",

@@ -70,9 +70,9 @@ def random_placed(
     store = ExpertStore(PackedExpertLayout.of(config), resident, device, spare)
     for index, stack in enumerate(model.expert_stacks()):
         stack.move_to_store(store, index % store.layers)
-    samples = torch.randint(0, 256, (16, store.layout.nbytes), dtype=torch.uint8, device=device)
+    samples = torch.randint(0, 256, (16, store.slot_bytes), dtype=torch.uint8, device=device)
     for packed in samples:
-        _, gate_up_scales, _, down_scales = store.layout.parts(packed)
+        _, gate_up_scales, _, down_scales = store.layouts[0].parts(packed)
         for scales, inner in (
             (gate_up_scales, config.hidden_size),
             (down_scales, config.moe_intermediate_size),
@@ -80,7 +80,7 @@ def random_placed(
             scales.copy_(_scales(scales.shape, inner**-0.5 / _FP4_SPREAD, device))
     for layer in range(store.layers):
         for index in range(store.experts):
-            values = store.layout.parts(samples[(layer * 7 + index) % len(samples)])
+            values = store.layouts[0].parts(samples[(layer * 7 + index) % len(samples)])
             for target, value in zip(store.home_parts((layer, index)), values):
                 target.copy_(value, non_blocking=True)
     for module in model.modules():

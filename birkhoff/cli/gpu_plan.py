@@ -11,10 +11,12 @@ from birkhoff.config import V4Config
 from birkhoff.errors import CapacityError
 
 if TYPE_CHECKING:
+    from birkhoff.model.transformer import Transformer
     from birkhoff.weights.inspect import Inspection
     from birkhoff.weights.memory_size import MemoryEstimate
 
 RELEASES = ("flash", "pro")
+UNLIMITED = 1 << 62  # bytes of a host that is not part of the plan
 
 
 def find_config(model: Path) -> V4Config | None:
@@ -32,60 +34,73 @@ def find_config(model: Path) -> V4Config | None:
 
 
 def plan_or_refusal(
-    config: V4Config,
+    model: Path | V4Config,
     device_bytes: int,
     context: int | None,
     requests: int,
     speeds: tuple[float, float],
     host_bytes: int | None = None,
-) -> dict[str, Any]:
-    """Return the forecast, or `{"refused": reason}` if the model does not fit. `speeds`: device and bus bytes/s."""
+) -> dict[str, Any] | None:
+    """The plan of `load` on a GPU with this much free memory and the speed bounds that follow, or
+    `{"refused": reason}`; None if the weights would be expanded there. A config stands for a checkpoint in the released
+    formats. `speeds`: device and bus bytes/s."""
+    from birkhoff.api.options import EngineOptions
+    from birkhoff.api.run_plan import device_network, plan_device
     from birkhoff.engine.memory_plan import forecast
+    from birkhoff.weights.checkpoint import open_checkpoint
 
+    options = EngineOptions(
+        max_requests=requests, max_batch_tokens=max(2048, requests + 1), max_context=context
+    )
     try:
-        plan = forecast(
-            config,
-            device_bytes,
-            context=context,
-            requests=requests,
-            device_speed=speeds[0],
-            bus_speed=speeds[1],
+        if isinstance(model, V4Config):
+            network: Transformer | None = _released_model(model)
+        else:
+            network = device_network(open_checkpoint(model), options, device_bytes)
+        if network is None:
+            return None
+        available = UNLIMITED if host_bytes is None else host_bytes
+        budget = plan_device(
+            network, options.placement, device_bytes, available, options.cache_bytes, requests, context
         )
     except CapacityError as error:
         return {"refused": str(error)}
-    needed = plan["plan"]["host_bytes"]
-    if host_bytes is not None and needed > host_bytes:
-        return {
-            "refused": f"the experts beside the GPU take {format_bytes(needed)} of host memory, and "
-            f"{format_bytes(host_bytes)} are there. Give the GPU more, or use a host with more memory."
-        }
-    return plan
+    return forecast(
+        network, budget, context=context, requests=requests, device_speed=speeds[0], bus_speed=speeds[1]
+    )
+
+
+def _released_model(config: V4Config, gpu: bool = True) -> Transformer:
+    """A model in the released formats, without memory: as a GPU holds it, or a CPU."""
+    import torch
+
+    from birkhoff.kernels.packed import TYPES
+    from birkhoff.model.linear import Numerics
+    from birkhoff.model.transformer import Transformer
+    from birkhoff.weights.layout import model_tensors
+
+    with torch.device("meta"):
+        if gpu:
+            return Transformer(config, Numerics(torch.bfloat16), packed=True, mtp=False)
+        network = Transformer(config, Numerics())
+        stored = {"dense": TYPES["FP8"], "expert": TYPES["FP4"], "bf16": TYPES["BF16"]}
+        network.store_as(
+            {each.name: stored[each.storage] for each in model_tensors(config) if each.storage in stored}
+        )
+    return network
 
 
 def host_plan(model: Path | V4Config, host_bytes: int, context: int | None, requests: int) -> dict[str, Any]:
     """The plan of `load` on a CPU with this much free memory, or `{"refused": reason}`. A config stands for a
     checkpoint in the released formats."""
-    import torch
-
-    from birkhoff.api.load import host_budget, plan_cpu
     from birkhoff.api.options import EngineOptions
-    from birkhoff.kernels.packed import TYPES
-    from birkhoff.model.linear import Numerics
-    from birkhoff.model.transformer import Transformer
+    from birkhoff.api.run_plan import host_budget, plan_cpu
     from birkhoff.weights.checkpoint import open_checkpoint
-    from birkhoff.weights.layout import model_tensors
 
     options = EngineOptions(device="cpu", max_requests=requests, max_context=context)
     try:
         if isinstance(model, V4Config):
-            stored = {"dense": TYPES["FP8"], "expert": TYPES["FP4"], "bf16": TYPES["BF16"]}
-            types = {
-                each.name: stored[each.storage] for each in model_tensors(model) if each.storage in stored
-            }
-            with torch.device("meta"):
-                network = Transformer(model, Numerics())
-                network.store_as(types)
-            budget = plan_cpu(options, network, host_bytes)
+            budget = plan_cpu(options, _released_model(model, gpu=False), host_bytes)
         else:
             budget = host_budget(open_checkpoint(model), options, host_bytes)
     except CapacityError as error:
@@ -115,7 +130,7 @@ def host_lines(plan: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What fits a device: an estimate for each form of the weights, and a forecast for the released formats."""
+    """What fits a device: an estimate for dense weights, and the plan and its forecast for weights as stored."""
 
     memory: dict[str, MemoryEstimate]
     forecast: dict[str, Any] | None
@@ -144,12 +159,12 @@ def device_plan(
     """Plan an inspected checkpoint for a device with this much memory; an empty plan without a device."""
     if device_bytes is None:
         return DevicePlan({}, None)
-    released = report.released_config
     forecast = None
-    if released is not None:
-        forecast = plan_or_refusal(released, device_bytes, context, requests, speeds, host_bytes)
+    if not report.problems:
+        path = Path(report.path)
+        forecast = plan_or_refusal(path, device_bytes, context, requests, speeds, host_bytes)
     memory = report.memory(device_bytes, context, requests)
-    memory.pop("stored", None)  # a GPU reads only the released formats as stored, and those have a forecast
+    memory.pop("stored", None)  # has a forecast
     return DevicePlan(memory, forecast)
 
 
@@ -171,7 +186,7 @@ def plan_lines(forecast: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"gpu         {format_bytes(total)}: {context['requests']} x {context['tokens']} tokens of context, "
-        "released formats",
+        "weights as stored",
         *(line(kind, size) for kind, size in plan["weights"].items()),
         line("cache", plan["cache_bytes"]),
         line("working space (allowed)", plan["working_bytes"]),
@@ -208,7 +223,7 @@ def _memory_line(form: str, plan: MemoryEstimate) -> str:
     if plan.experts_resident < plan.experts:
         return (
             f"{target}: does not fit: {fixed}, experts {format_bytes(plan.expert_bytes)}, which are divided between "
-            "GPU and host only in the released formats"
+            "GPU and host only as stored"
         )
     return (
         f"{target}: {fixed}, experts {format_bytes(plan.expert_bytes)}; {format_bytes(plan.left_bytes)} left"

@@ -86,7 +86,7 @@ def inspect(
             assert host_bytes is not None
             forecast = host_plan(config, host_bytes, context, requests)
         else:
-            forecast = plan_or_refusal(config, device_bytes, context, requests, speeds, host_bytes)
+            forecast = plan_or_refusal(config, device_bytes, context, requests, speeds, host_bytes) or {}
         lines = host_lines(forecast) if on_cpu else plan_lines(forecast)
         typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(lines))
         if "refused" in forecast:

@@ -221,7 +221,7 @@ def _plan(
         host = {}
         if device_bytes is None and not report.problems:
             host = host_plan(path, host_bytes or free_host_bytes(), context, requests)
-    device = device_plan(report, device_bytes, context, requests, (DEVICE_SPEED, BUS_SPEED), host_bytes)
+        device = device_plan(report, device_bytes, context, requests, (DEVICE_SPEED, BUS_SPEED), host_bytes)
     return _PullPlan(replace(report, path=str(repo.where)), device, "", size, host=host)
 
 

@@ -54,7 +54,7 @@ def unsupported_model(model: Transformer) -> str | None:
     """Why `Decoder` cannot run a model, or None."""
     config = model.config
     if not model.packed:
-        return "its weights are not packed as FP8 and FP4 codes"
+        return "its experts are held as numbers"
     if model.numerics.released:
         return "released numerics round activations, which these kernels do not"
     if config.hc_mult != 4:
@@ -349,8 +349,13 @@ class Decoder:
         edited, weights = tap.route(sites.MOE_TOPK, ids, buffers.topk_weights, routing)
         if edited is not ids:
             self._plan_experts(w, buffers, ids, edited, weights)
+        layer = w.owner.layer
+        if w.host is not None:
+            w.host.begin(layer, buffers.x, ids, buffers.topk_weights)
         kernels.gate_up(w, buffers, c.swiglu_limit)
         kernels.down(w, buffers)
+        if w.host is not None:
+            w.host.end(layer, buffers.x, ids, buffers.expert_out)
         return buffers.expert_out
 
     def _plan_experts(
@@ -393,8 +398,6 @@ class Decoder:
         layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
         if any(None in w.scale_offsets for w in layers):
             return "scales of its experts lie too far apart"
-        if any(rows.weight.dtype is torch.float32 for w in layers for rows in (*w.qkv_proj, w.router)):
-            return "some of its weights need more than bfloat16"
         return None
 
 

@@ -8,10 +8,12 @@ import torch
 
 from birkhoff.kernels.cuda.backend import scale_offset
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed import PackedType
 from birkhoff.model.block import Block
 from birkhoff.model.compressor import Compressor
-from birkhoff.model.linear import stack_linears
+from birkhoff.model.linear import stack_alike
 from birkhoff.model.moe import Experts
+from birkhoff.offload.host_experts import HostExperts
 
 
 @dataclass(eq=False)
@@ -36,22 +38,25 @@ class LayerWeights:
     shared_gate_up: PackedWeight
     shared_down: PackedWeight
     expert_addresses: torch.Tensor  # [E, 4] int64: codes and scales of gate and up, of down
-    scale_offsets: list[int | None]  # `scale_offset` of gate and up, of down
+    expert_types: tuple[PackedType, PackedType]  # of gate and up, of down
+    scale_offsets: list[int | None]  # `scale_offset` of gate and up, of down; of FP4 experts only
     host_range: tuple[int, int] | None  # addresses from .. to of experts in host memory
+    host: HostExperts | None  # computes the experts without an address
     owner: Experts  # keeps the memory at `expert_addresses` alive
 
 
 def layer_weights(block: Block) -> LayerWeights:
     """The weights of a block. Only scales are copied: the modules keep views of the stacked weights."""
     a, m = block.attn, block.ffn
-    qkv_proj = [stack_linears([a.wq_a, a.wkv])]
+    qkv_proj = stack_alike([a.wq_a, a.wkv])
     q_b_proj = [a.wq_b.packed_weight()]
     plain = [] if a.compressor is None else [a.compressor.project]
     if a.indexer is not None:
         plain += [a.indexer.compressor.project, a.indexer.weights_proj]
         q_b_proj.append(a.indexer.wq_b.packed_weight())
-    if plain:
-        qkv_proj.append(stack_linears(plain))
+    qkv_proj += stack_alike(plain)
+    assert m.experts.types is not None, "the experts are held as numbers"
+    store = m.experts.store
     return LayerWeights(
         ratio=a.ratio,
         mixers=[(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)],
@@ -70,9 +75,11 @@ def layer_weights(block: Block) -> LayerWeights:
         hash_table=m.gate.tid2eid,
         shared_gate_up=m.shared_experts.gate_up.packed_weight(),
         shared_down=m.shared_experts.w2.packed_weight(),
-        expert_addresses=m.experts.addresses(),
+        expert_addresses=m.experts.addresses() if store is None else store.decode_table[m.experts.layer],
+        expert_types=m.experts.types,
         scale_offsets=[scale_offset(torch.tensor(extremes)) for extremes in _scale_ranges(m.experts)],
-        host_range=None if m.experts.store is None else m.experts.store.host_range(),
+        host_range=None if store is None or m.experts.host is not None else store.host_range(),
+        host=m.experts.host,
         owner=m.experts,
     )
 
@@ -82,8 +89,10 @@ def _bias_and_norm(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scale_ranges(experts: Experts) -> list[tuple[int, int]]:
-    """Smallest and largest scale over all experts: of gate and up, and of down."""
-    ranges = []
+    """Smallest and largest scale over all FP4 experts: of gate and up, and of down."""
+    ranges: list[tuple[int, int]] = []
+    if experts.types is None or any(kind.name != "FP4" for kind in experts.types):
+        return ranges
     for name, part in (("gate_up_scale", 1), ("down_scale", 3)):
         if experts.store is None:
             scales = [experts.get_buffer(name)]

@@ -2,7 +2,7 @@
 
 Everything follows from the config, so that a plan is made before anything is allocated. The dense weights are counted
 on a model on the meta device, as they will be held: FP8 codes, float32 where the release computes in float32, and
-copies that kernels keep. The rest of the device holds the cache, working space, and as many FP4 experts as fit; the
+copies that kernels keep. The rest of the device holds the cache, working space, and as many experts as fit; the
 other experts stay in host memory. `tokens_per_second` divides the bytes a step must read by the bandwidth of device
 and bus: an upper bound, not a prediction.
 """
@@ -18,6 +18,7 @@ import torch
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.errors import CapacityError
+from birkhoff.kernels.packed import TYPES
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.mhc import Mixer
 from birkhoff.model.moe import Experts, SharedExpert
@@ -227,7 +228,7 @@ def default_cache_bytes(
 @dataclass(frozen=True)
 class WeightBytes:
     """`dense`: bytes on the device by kind, without routed experts. `read`: those that one step reads. `expert`: bytes
-    of one routed expert. `experts`: number of routed experts."""
+    of one routed expert, the largest where layers differ. `experts`: number of routed experts."""
 
     dense: dict[str, int]
     read: int
@@ -236,9 +237,14 @@ class WeightBytes:
 
 
 def weight_bytes(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool = False) -> WeightBytes:
-    """Bytes of a packed model; `mtp` includes the MTP block."""
+    """Bytes of a model in the released formats; `mtp` includes the MTP block."""
     with torch.device("meta"):
-        model = Transformer(config, Numerics(dtype), packed=True, mtp=mtp)
+        return model_bytes(Transformer(config, Numerics(dtype), packed=True, mtp=mtp))
+
+
+def model_bytes(model: Transformer) -> WeightBytes:
+    """Bytes of a packed model on a GPU, counted before it is given memory."""
+    config, dtype = model.config, model.numerics.dtype
     kinds = (
         "projections",
         "shared experts",
@@ -270,11 +276,13 @@ def weight_bytes(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: boo
         used -= sum(tensor.nbytes for key, tensor in module.named_buffers(recurse=False) if key == "tid2eid")
         dense[kind] += size
         read += 0 if name.startswith("mtp") else used
+    stacks = model.expert_stacks()
+    largest = max(PackedExpertLayout.of(config, stack.types).nbytes for stack in stacks if stack.types)
     return WeightBytes(
         {kind: size for kind, size in dense.items() if size},
         read,
-        PackedExpertLayout.of(config).nbytes,
-        config.n_routed_experts * len(model.expert_stacks()),
+        largest,
+        config.n_routed_experts * len(stacks),
     )
 
 
@@ -288,17 +296,20 @@ def _weight_kind(name: str, module: torch.nn.Module) -> str:
     if "shared_experts" in name and not isinstance(module, SharedExpert):
         return "shared experts"
     if isinstance(module, Linear):
-        return "projections" if module.packed else "compressors, routers"
+        return "projections" if module.role == "fp8" else "compressors, routers"
     return "mixers, norms, tables"
 
 
 def _kernel_copy_bytes(name: str, layer: Linear) -> int:
-    """Bytes that kernels keep besides a matrix: scales row by row, and a 16-bit copy of a float32 weight. Small
-    matrices that decoding stacks with others have both twice."""
-    times = 2 if name.endswith(("attn.wq_a", "attn.wkv", "weights_proj")) else 1
+    """Bytes that kernels keep besides a matrix: FP8 scales row by row, and a 16-bit copy of a float32 weight. Small
+    matrices that decoding stacks with others have both twice, and FP4 scales once more."""
+    stacked = name.endswith(("attn.wq_a", "attn.wkv", "weights_proj"))
+    times = 2 if stacked else 1
     if not layer.packed:
         return times * 2 * layer.weight.numel() if layer.weight.dtype is torch.float32 else 0
-    return times * -(-layer.codes.shape[1] // 128) * len(layer.codes)  # one scale per 128 columns
+    if layer.code_type == TYPES["FP8"]:
+        return times * -(-layer.codes.shape[1] // 128) * len(layer.codes)  # one scale per 128 columns
+    return layer.scale.nbytes if stacked and layer.code_type == TYPES["FP4"] else 0
 
 
 @dataclass(frozen=True)
@@ -366,12 +377,13 @@ def plan_budget(
     mtp: bool = False,
     share: float | None = None,
     expert_bytes: int | None = None,
+    weights: WeightBytes | None = None,
 ) -> MemoryBudget:
     """Fill a device with the dense weights, cache and working space, then with experts: all that fit, or a `share` of
-    all, or as many as `expert_bytes` hold.
+    all, or as many as `expert_bytes` hold. `weights` are by default those of a model in the released formats.
 
     Raises `CapacityError` when the dense part does not fit, or fewer experts fit than requested."""
-    weights = weight_bytes(config, dtype, mtp)
+    weights = weights or weight_bytes(config, dtype, mtp)
     working = min(int(WORKING_SHARE * device_bytes), MAX_WORKING_BYTES)
     dense = sum(weights.dense.values())
     layers = weights.experts // config.n_routed_experts
@@ -540,39 +552,38 @@ def tokens_per_second(
     read: int | None = None,
     device_speed: float = DEVICE_SPEED,
     bus_speed: float = BUS_SPEED,
+    expert_bytes: int | None = None,
 ) -> float:
     """Upper bound: dense weights and hot experts are read at `device_speed`, the share `misses` of experts at
-    `bus_speed`, without overlap. `read` is `WeightBytes.read`."""
+    `bus_speed`, without overlap. `read` is `WeightBytes.read`, `expert_bytes` `WeightBytes.expert`."""
     dense = weight_bytes(config).read if read is None else read
-    experts = (
-        config.num_hidden_layers * distinct_experts(config, batch) * PackedExpertLayout.of(config).nbytes
-    )
+    each = PackedExpertLayout.of(config).nbytes if expert_bytes is None else expert_bytes
+    experts = config.num_hidden_layers * distinct_experts(config, batch) * each
     seconds = (dense + experts * (1 - misses)) / device_speed + experts * misses / bus_speed
     return batch / seconds
 
 
 def forecast(
-    config: V4Config,
-    device_bytes: int,
+    model: Transformer,
+    budget: MemoryBudget,
     *,
     context: int | None = None,
     requests: int = 1,
     device_speed: float = DEVICE_SPEED,
     bus_speed: float = BUS_SPEED,
 ) -> dict[str, Any]:
-    """Memory plan and speed bounds for a device that need not be present, as plain data.
+    """A memory plan and the speed bounds that follow from it, as plain data. The model needs no memory.
 
-    Speeds are given for the miss rate of a random placement and for lower ones. Raises `CapacityError` for a device
-    that cannot hold the dense part."""
+    Speeds are given for the miss rate of a random placement and for lower ones."""
+    config = model.config
     tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
-    cache = default_cache_bytes(config, device_bytes, requests, context)
-    budget = plan_budget(config, device_bytes, cache)
-    read, misses = weight_bytes(config).read, 1 - budget.share
+    weights, misses = model_bytes(model), 1 - budget.share
+    speeds = (device_speed, bus_speed, weights.expert)
     limits = [
         {
             "misses": misses * part,
             "tokens_per_second": {
-                str(batch): tokens_per_second(config, misses * part, batch, read, device_speed, bus_speed)
+                str(batch): tokens_per_second(config, misses * part, batch, weights.read, *speeds)
                 for batch in FORECAST_BATCHES
             },
         }

@@ -11,6 +11,12 @@ from typing import Protocol
 import torch
 
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed import PackedType
+
+
+def is_fp4(w: ExpertLayerWeights) -> bool:
+    """Whether the experts of a layer are FP4, which has kernels of its own."""
+    return all(kind.name == "FP4" for kind in w.expert_types)
 
 
 class StreamBuffers(Protocol):
@@ -53,5 +59,6 @@ class ExpertLayerWeights(Protocol):
     shared_gate_up: PackedWeight
     shared_down: PackedWeight
     expert_addresses: torch.Tensor  # [E, 4] int64: gate and up, their scales, down, its scales
+    expert_types: tuple[PackedType, PackedType]  # of gate and up, and of down
     scale_offsets: list[int | None]  # of gate and up, and of down; see `cuda.backend.scale_offset`
     host_range: tuple[int, int] | None  # addresses of experts in host memory, if any may be there

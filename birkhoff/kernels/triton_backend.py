@@ -10,12 +10,42 @@ from collections.abc import Sequence
 import torch
 
 from birkhoff.kernels.attend import decode as attention
-from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers
+from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers, is_fp4
+from birkhoff.kernels.experts import block_types
 from birkhoff.kernels.experts import decode as experts
 from birkhoff.kernels.index import decode as index
 from birkhoff.kernels.linear.decode import gemv
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.mhc import decode as mhc
+
+
+def block_gate_up(w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
+    """Gate and up of routed experts of any type: x -> expert_hidden, times the routing weight."""
+    block_types.gate_up(
+        w.expert_types[0],
+        buffers.x,
+        w.expert_addresses,
+        buffers.expert_slots,
+        buffers.pair_order[1],
+        buffers.topk_weights,
+        buffers.expert_hidden,
+        limit,
+        block_types.tile_config(16, buffers.x.dtype is torch.float32, decoding=True),
+    )
+
+
+def block_down(w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
+    """Down of routed experts of any type: expert_hidden -> expert_out, without the shared expert's row."""
+    block_types.down(
+        w.expert_types[1],
+        buffers.expert_hidden,
+        w.expert_addresses,
+        buffers.expert_slots,
+        buffers.pair_order[1],
+        buffers.expert_out,
+        buffers.topk_weights.shape[1],
+        block_types.tile_config(16, buffers.expert_hidden.dtype is torch.float32, decoding=True),
+    )
 
 
 class TritonBackend:
@@ -83,6 +113,9 @@ class TritonBackend:
         )
 
     def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
+        if not is_fp4(w):
+            block_gate_up(w, buffers, limit)
+            return
         experts.gate_up(
             buffers.x,
             w.expert_addresses,
@@ -94,11 +127,14 @@ class TritonBackend:
         )
 
     def down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
-        experts.down(
-            buffers.expert_hidden,
-            w.expert_addresses,
-            buffers.expert_slots,
-            buffers.pair_order,
-            buffers.expert_out,
-        )
+        if is_fp4(w):
+            experts.down(
+                buffers.expert_hidden,
+                w.expert_addresses,
+                buffers.expert_slots,
+                buffers.pair_order,
+                buffers.expert_out,
+            )
+        else:
+            block_down(w, buffers)
         gemv([w.shared_down], buffers.shared_hidden, buffers.expert_out[:, -1])

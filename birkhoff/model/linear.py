@@ -202,15 +202,13 @@ class Linear(nn.Module):
 def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight:
     """Stack the weights of layers that read one input, for GPU kernels; each keeps its rows as a view of the result.
 
-    The layers must all be packed or all hold numbers. Numbers become bfloat16 when that loses nothing, unless `narrow`
-    is False; a layer whose own dtype differs from that of the result keeps its weight."""
+    The layers must all be of one packed type or all hold numbers. Numbers become bfloat16 when that loses nothing,
+    unless `narrow` is False; a layer whose own dtype differs from that of the result keeps its weight."""
     if len(layers) == 1 and narrow:
         only: PackedWeight = layers[0].packed_weight()
         return only
     if layers[0].packed:
-        parts = [layer.packed_weight() for layer in layers]
-        scale = torch.cat([part.scale for part in parts], dim=1)
-        stacked = PackedWeight(torch.cat([part.weight for part in parts]), scale)
+        stacked = PackedWeight.stacked([layer.packed_weight() for layer in layers])
     elif narrow:
         stacked = PackedWeight.plain([layer.weight for layer in layers])
     else:
@@ -223,6 +221,17 @@ def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight
             layer.weight.data = rows
         layer._arranged = None
     return stacked
+
+
+def stack_alike(layers: Sequence[Linear]) -> list[PackedWeight]:
+    """The weights of layers that read one input, in order; neighbours of one type are stacked."""
+    runs: list[list[Linear]] = []
+    for layer in layers:
+        if runs and runs[-1][0].code_type == layer.code_type:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return [stack_linears(run) for run in runs]
 
 
 class SharedInput:

@@ -13,13 +13,13 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
-from birkhoff.kernels import quant
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType, native
 from birkhoff.model.batch import Batch
 from birkhoff.model.compiled import CompiledMoE
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
-from birkhoff.offload.expert_layout import PARTS
+from birkhoff.offload.expert_layout import PARTS, code_dtype, matrices_of
 from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.host_experts import HostExperts
 from birkhoff.offload.prefetch import ExpertPrefetch
 
 ExpertMatrices = tuple[PackedMatrix, PackedMatrix, PackedMatrix]  # gate, up, down
@@ -84,6 +84,7 @@ class Experts(nn.Module):
         self.limit = config.swiglu_limit
         self.mapped: list[ExpertMatrices] | None = None
         self.store: ExpertStore | None = None
+        self.host: HostExperts | None = None  # computes what decode steps leave to the CPU
         self.layer = 0  # in the store
         self._addresses: tuple[int, torch.Tensor] | None = None  # with the address they were computed for
         self._products: tuple[int, native.ExpertProducts] | None = None  # likewise
@@ -115,8 +116,8 @@ class Experts(nn.Module):
         self.types = types
         shapes = (("gate_up", 2, self.inner, self.hidden), ("down", 1, self.hidden, self.inner))
         for kind, (name, parts, rows, columns) in zip(types, shapes):
-            dtype = {"FP4": torch.int8, "FP8": torch.float8_e4m3fn}.get(kind.name, torch.uint8)
-            codes = torch.empty(self.count, parts * rows, kind.row_bytes(columns), dtype=dtype, device=device)
+            shape = (self.count, parts * rows, kind.row_bytes(columns))
+            codes = torch.empty(shape, dtype=code_dtype(kind), device=device)
             self.register_buffer(name, codes)
             scale = kind.scale_shape(rows, columns)
             if scale is not None:
@@ -134,17 +135,12 @@ class Experts(nn.Module):
     def matrices(self, expert: int) -> ExpertMatrices:
         """Gate, up and down of one packed expert as stored, as views."""
         assert self.types is not None, "the experts are held as numbers"
-        if self.mapped is not None:
-            return self.mapped[expert]
-        codes, scale, down, down_scale = self.stored_parts(expert)
-        first, second = self.types
-        views = codes.view(torch.uint8).chunk(2)
-        scales = (None, None) if scale is None else scale.chunk(2)
-        return (
-            PackedMatrix(first, self.hidden, views[0], scales[0]),
-            PackedMatrix(first, self.hidden, views[1], scales[1]),
-            PackedMatrix(second, self.inner, down.view(torch.uint8), down_scale),
-        )
+        return self.mapped[expert] if self.mapped is not None else self._views(self.stored_parts(expert))
+
+    def _views(self, parts: Sequence[torch.Tensor | None]) -> ExpertMatrices:
+        """Gate, up and down in the four parts of an expert."""
+        assert self.types is not None
+        return matrices_of(parts, self.types, self.hidden, self.inner)
 
     def move_to_store(self, store: ExpertStore, layer: int) -> None:
         """Use the experts of a layer of `store`, which are still to be filled, and drop the module's own memory."""
@@ -177,22 +173,27 @@ class Experts(nn.Module):
                 None,
                 lambda: [(None, self.addresses())],
                 self.inner,
-                products=self.products,
+                self.types,
+                self.products,
             )
+        device = self.store.device
         parts = self.stored_parts if prefetch is None else prefetch.parts
 
-        def unpack(first: int, expert: int) -> torch.Tensor:
-            codes, scale = parts(expert)[first : first + 2]
-            if self.store is not None:  # copies an expert that found no slot on the device
-                codes = codes.to(self.store.device)
-                scale = scale.to(self.store.device)
-            return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
+        def matrices(expert: int) -> ExpertMatrices:
+            # An expert that found no slot on the device is copied.
+            return self._views([None if part is None else part.to(device) for part in parts(expert)])
 
         def waves() -> Iterable[tuple[Sequence[int] | None, torch.Tensor]]:
             return [(None, self.addresses())] if prefetch is None else prefetch.waves()
 
         return kernel.Stack(
-            self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, waves, self.inner
+            self.count,
+            lambda e: self._dequantise(matrices(e)[:2]),
+            lambda e: self._dequantise(matrices(e)[2:]).T,
+            None,
+            waves,
+            self.inner,
+            self.types,
         )
 
     def products(self) -> native.ExpertProducts:
@@ -215,7 +216,10 @@ class Experts(nn.Module):
             return self.store.table[self.layer]
         address = self.gate_up.data_ptr()
         if self._addresses is None or self._addresses[0] != address:
-            rows = [[part.data_ptr() for part in self.stored_parts(expert)] for expert in range(self.count)]
+            rows = [
+                [0 if part is None else part.data_ptr() for part in self.stored_parts(expert)]
+                for expert in range(self.count)
+            ]
             self._addresses = address, torch.tensor(rows, dtype=torch.int64, device=self.gate_up.device)
         return self._addresses[1]
 

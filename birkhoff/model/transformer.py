@@ -28,10 +28,12 @@ from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
 from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.host_experts import HostExperts
 
 
 class Transformer(nn.Module):
-    """`packed` keeps quantised weights as stored. `mtp` includes the MTP block; by default, if the config has one."""
+    """`packed` keeps quantised weights in the formats of the release; `store_as` in any other. `mtp` includes the MTP
+    block; by default, if the config has one."""
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class Transformer(nn.Module):
                 module.store_as(known)
             elif isinstance(module, Experts) and all(each == known[i % 3] for i, each in enumerate(known)):
                 module.store_as(*known[:3])
+        self.packed = all(stack.packed for stack in self.expert_stacks())
         embed = types.get("embed.weight")
         if embed is not None and embed.dtype is not None:
             self.embed = nn.Parameter(
@@ -130,6 +133,23 @@ class Transformer(nn.Module):
         """Keep the experts of a packed model in `store`. Call it before the model is given memory."""
         for layer, stack in enumerate(self.expert_stacks()):
             stack.move_to_store(store, layer)
+
+    def compute_cold_experts_on_host(self) -> bool:
+        """Decode steps leave experts that are in host memory to the CPU. Call it when the store is filled. Returns
+        False, and changes nothing, where a check of it fails."""
+        stacks = self.expert_stacks()
+        store, types = stacks[0].store, [stack.types for stack in stacks if stack.types is not None]
+        assert store is not None and len(types) == store.layers
+        config = self.config
+        host = HostExperts(
+            store, types, config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
+        )
+        if not host.works(self.numerics.dtype):
+            store.compute_on_device()
+            return False
+        for stack in stacks:
+            stack.host = host
+        return True
 
     def allocate(self, device: torch.device | str) -> Transformer:
         """Give a model built on the meta device uninitialised memory on `device`; returns the model.

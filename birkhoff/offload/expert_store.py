@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -68,32 +68,38 @@ def _locked(method: Callable[Concatenate[ExpertStore, P], T]) -> Callable[Concat
 
 
 class ExpertStore:
-    """`resident` [layers, experts] bool selects the experts that begin on the device.
+    """`resident` [layers, experts] bool selects the experts that begin on the device. `layout` is that of all experts,
+    or one per layer; every slot holds the largest.
 
     `spare` device slots are for cached copies and swaps, and as many host slots for swaps; without cold experts there
     are none."""
 
     def __init__(
         self,
-        layout: PackedExpertLayout,
+        layout: PackedExpertLayout | Sequence[PackedExpertLayout],
         resident: torch.Tensor,
         device: torch.device | str = "cpu",
         spare: int = 4,
         copy_stream: HostCopy | None = None,
     ):
-        self.layout = layout
         self.device = torch.device(device)
         self.layers, self.experts = resident.shape
+        self.layouts = [layout] * self.layers if isinstance(layout, PackedExpertLayout) else list(layout)
+        self.slot_bytes = max(each.nbytes for each in self.layouts)
         self.copy_stream = copy_stream or copy_stream_for(self.device)
         hot, total = int(resident.sum()), resident.numel()
         self.spare = spare if hot < total else 0
         host_count = total - hot + min(self.spare, hot)
-        self.slots = torch.empty(hot + self.spare, layout.nbytes, dtype=torch.uint8, device=self.device)
-        self.host_slots = self.copy_stream.host_slots(host_count, layout.nbytes)
+        self.slots = torch.empty(hot + self.spare, self.slot_bytes, dtype=torch.uint8, device=self.device)
+        self.host_slots = self.copy_stream.host_slots(host_count, self.slot_bytes)
         self.table = torch.empty(self.layers, self.experts, 4, dtype=torch.int64, device=self.device)
         # In how many steps each expert was read.
         self.read_counts = torch.zeros(self.layers, self.experts, dtype=torch.int32, device=self.device)
-        self._offsets = torch.tensor(layout.offsets, dtype=torch.int64)
+        # For decode steps: as `table`, without the experts that the host computes (`compute_on_host`).
+        self.decode_table = self.table
+        self.on_host = torch.zeros(self.layers, self.experts, dtype=torch.bool, device=self.device)
+        self._host_side: Callable[[Iterable[ExpertId]], None] | None = None
+        self._offsets = torch.tensor([each.offsets for each in self.layouts], dtype=torch.int64)
         self._homes: dict[ExpertId, tuple[bool, int]] = {}  # on the device, slot
         self._resident = resident.clone()  # the first halves of the homes
         free = list(range(len(self.slots)))[::-1]
@@ -121,23 +127,37 @@ class ExpertStore:
     def any_cold(self, layer: int) -> bool:
         return any(self.is_cold((layer, index)) for index in range(self.experts))
 
-    def home_parts(self, expert: ExpertId) -> tuple[torch.Tensor, ...]:
-        """The four matrices of an expert at its home."""
+    def home_parts(self, expert: ExpertId) -> tuple[Any, ...]:
+        """The four matrices of an expert at its home; None for scales that are part of the codes."""
         on_device, slot = self._homes[expert]
-        return self.layout.parts((self.slots if on_device else self.host_slots)[slot])
+        return self.layouts[expert[0]].parts((self.slots if on_device else self.host_slots)[slot])
 
-    def cached_parts(self, cached: CachedExpert) -> tuple[torch.Tensor, ...]:
+    def cached_parts(self, cached: CachedExpert) -> tuple[Any, ...]:
         """The four matrices of a cached copy."""
-        return self.layout.parts(self.slots[cached.slot])
+        return self.layouts[cached.expert[0]].parts(self.slots[cached.slot])
 
     def address(self, expert: ExpertId) -> int:
         """The address that kernels read: of the published copy, or of the home."""
         cached = self._cached.get(expert)
         if cached is not None and cached.published:
-            return self.slots.data_ptr() + cached.slot * self.layout.nbytes
+            return self.slots.data_ptr() + cached.slot * self.slot_bytes
         on_device, slot = self._homes[expert]
         slots = self.slots if on_device else self.host_slots
-        return slots.data_ptr() + slot * self.layout.nbytes
+        return slots.data_ptr() + slot * self.slot_bytes
+
+    @_locked
+    def compute_on_host(self, moved: Callable[[Iterable[ExpertId]], None]) -> None:
+        """From now on, decode steps leave experts without a copy on the device to the host: they are marked in
+        `on_host` and have address zero in `decode_table`. `moved` is called with experts whose home may have changed,
+        before a step that reads the new one."""
+        self.decode_table = torch.empty_like(self.table)
+        self._host_side = moved
+        self._write_table(self._homes)
+
+    def compute_on_device(self) -> None:
+        """Undo `compute_on_host`."""
+        self.decode_table, self._host_side = self.table, None
+        self.on_host.zero_()
 
     # Homes
 
@@ -272,5 +292,16 @@ class ExpertStore:
         changed = list(dict.fromkeys(experts))
         rows = torch.tensor([layer * self.experts + index for layer, index in changed])
         starts = torch.tensor([self.address(expert) for expert in changed], dtype=torch.int64)
-        values = starts.unsqueeze(-1) + self._offsets
-        self.table.view(-1, 4).index_copy_(0, rows.to(self.device), values.to(self.device))
+        values = starts.unsqueeze(-1) + self._offsets[[layer for layer, _ in changed]]
+        rows, values = rows.to(self.device), values.to(self.device)
+        self.table.view(-1, 4).index_copy_(0, rows, values)
+        if self._host_side is not None:
+            self._host_side(changed)
+            cold = torch.tensor([self._left_to_host(expert) for expert in changed]).to(self.device)
+            self.on_host.view(-1).index_copy_(0, rows, cold)
+            own = values.masked_fill(cold.unsqueeze(-1), 0)
+            self.decode_table.view(-1, 4).index_copy_(0, rows, own)
+
+    def _left_to_host(self, expert: ExpertId) -> bool:
+        cached = self._cached.get(expert)
+        return self.is_cold(expert) and (cached is None or not cached.published)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class ExpertPrefetch:
         self._copies.clear()
         self.store.lock.release()
 
-    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+    def parts(self, index: int) -> tuple[Any, ...]:
         """The four matrices of an expert, on the device if there was a slot, else at home. Releases the copies of
         experts below `index`."""
         for finished in [each for each in self._copies if each < index]:

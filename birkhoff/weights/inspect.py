@@ -89,11 +89,6 @@ class Inspection:
             estimates[form] = estimate_memory(device_bytes, form, always, experts, count, cache)
         return estimates
 
-    @property
-    def released_config(self) -> V4Config | None:
-        """The config if matrices are FP8 and experts FP4, as in the release; else None."""
-        return self.model if self.model is not None and {"F8_E4M3", "I8"} <= set(self.bytes_by_type) else None
-
     def fits(self, device_memory: Mapping[str, int]) -> dict[str, list[str]]:
         """For each device with its memory in bytes, return the forms of the weights that fit it."""
         return {

@@ -53,6 +53,7 @@ def test_options_and_defaults_are_the_documented_ones():
         "gpu_memory",
         "weights",
         "expert_counts",
+        "experts_on",
         "revision",
         "download",
         "capture_overload_policy",

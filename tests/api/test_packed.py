@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.api.load import host_budget
+from birkhoff.api.run_plan import host_budget
 from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import RandomRows
 from birkhoff.errors import CapacityError, OptionError, TensorValue

@@ -101,7 +101,7 @@ def test_a_plan_for_local_files_uses_their_config(app, path):
     result = CliRunner().invoke(app, [str(path), "--gpu", "2MiB", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and "model" not in report
-    assert report["gpu"]["plan"]["experts"] == 48 and report["gpu"]["context"]["requests"] == 1
+    assert report["gpu"]["plan"]["experts"] == 56 and report["gpu"]["context"]["requests"] == 1
     assert CliRunner().invoke(app, [str(path), "--gpu", "64KiB"]).exit_code == 1, "it does not fit"
     text = (
         CliRunner()
@@ -121,4 +121,4 @@ def test_the_plan_of_a_cpu_names_what_is_held_and_what_is_mapped(app, path):
     refused = CliRunner().invoke(app, ["flash", "--ram", "4GiB"], env={"COLUMNS": "200"})
     assert refused.exit_code == 1 and "and 4.00 GiB are free" in refused.stdout
     beside = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--ram", "64GiB"], env={"COLUMNS": "200"})
-    assert beside.exit_code == 1 and "of host memory, and 64.00 GiB are there" in beside.stdout
+    assert beside.exit_code == 1 and "of host memory, and 64.00 GiB are free" in beside.stdout

@@ -102,7 +102,7 @@ def test_the_plan_as_json_and_a_second_pull(server):
     status, out, _ = run("org/tiny", "--json", "--gpu", "2MiB", "--dry-run")
     first = json.loads(out)
     assert status == 0 and not downloads(server) and first["path"] is None
-    assert first["plan"]["tensors"] == 585 and first["plan"]["gpu"]["plan"]["experts"] == 48
+    assert first["plan"]["tensors"] == 585 and first["plan"]["gpu"]["plan"]["experts"] == 56
     read = sum(first["files"][name] for name in ("config.json", "model.safetensors.index.json"))
     assert first["download_bytes"] + read == first["bytes"]
     status, out, _ = run("org/tiny", "--json", "--ram", "64MiB", "--context", "256", "--dry-run")

@@ -102,8 +102,8 @@ def test_an_engine_decodes_with_it(model):
 
 def test_unsupported_models_are_refused_with_the_reason(model):
     plain = random_model(SMALL)
-    assert "not packed" in (unsupported_model(plain) or "")
-    with pytest.raises(OptionError, match=r"not packed as FP8 and FP4 codes\. Use kernels='reference'"):
+    assert "held as numbers" in (unsupported_model(plain) or "")
+    with pytest.raises(OptionError, match=r"experts are held as numbers\. Use kernels='reference'"):
         Decoder(plain, State.contiguous(SMALL, 1, 128))
     odd = packed_model(
         variant(compress_ratios=(0,), num_hash_layers=1, q_lora_rank=48, num_nextn_predict_layers=0)

@@ -1,4 +1,5 @@
-"""Compile the prefill kernels for an H200 and print one JSON line per kernel with properties of the result.
+"""Compile kernels for an H200 and print one JSON line per kernel with properties of the result: the prefill kernels
+(all, or those named), or with `types "TYPE KERNEL" ...` kernels for packed types.
 
 This runs as a separate process: Triton decides at import between interpreting and compiling, and the tests interpret.
 Compiling needs no GPU.
@@ -16,8 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from birkhoff.kernels.attend import prefill as attend
+from birkhoff.kernels.experts import block_types
 from birkhoff.kernels.experts import prefill as experts
 from birkhoff.kernels.index import prefill as index
+from birkhoff.kernels.linear import decode as linear_decode
 from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
 
@@ -40,9 +43,9 @@ KERNELS: dict[str, tuple] = {
     "experts down": (experts._down, EXPERTS, PACKED | experts.tile_config(128, False, False)),
     "linear fp8": (
         linear._packed_linear,
-        {"x": F16, "weight": U8, "scale": U8, "out": BF16},
+        {"x": F16, "weight": U8, "scale": U8, "grid": U8, "out": BF16},
         {
-            "FP8": True,
+            "TYPE": "rows of FP8",
             "FP32": False,
             "TILE_GROUP": linear.TILE_GROUP,
             **linear.tile_config(4096, 4096, False),
@@ -122,7 +125,36 @@ def _waits_for_products(text: str) -> bool:
     return ("warp_group_dot", "async_copy_global_to_local") not in itertools.pairwise(kinds)
 
 
+def type_kernels(kind: str) -> dict[str, tuple]:
+    """The kernels of a packed type, with the tiles they are launched with."""
+    table = {"grid": U8, "plan": I32}
+    product = {"x": BF16, "weight": U8, "scale": U8, "out": F32} | table
+    expert = EXPERTS | {"y": F32} | table
+    numbers = {"TYPE": kind, "FP32": False}
+    decoding = numbers | block_types.tile_config(16, False, decoding=True)
+    prompt = numbers | block_types.tile_config(64, False, decoding=False)
+    tile = {"TOKENS": 16, "ROWS": 64, "INNER": 128, "num_warps": 4, "num_stages": 3}
+    rows = linear.tile_config(64, 4096, False) | {"TILE_GROUP": linear.TILE_GROUP}
+    return {
+        "decode product": (linear_decode._gemv, product, numbers | tile),
+        "decode gate_up": (block_types._gate_up, expert, decoding),
+        "decode down": (block_types._down, expert, decoding),
+        "prompt product": (linear._packed_linear, product, numbers | rows),
+        "prompt gate_up": (block_types._gate_up, expert, prompt),
+        "prompt down": (block_types._down, expert, prompt),
+    }
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["types"]:
+        for words in sys.argv[2:]:
+            kind, name = words.split(" ", 1)
+            kernel_binary = compiled(*type_kernels(kind)[name])
+            code = kernel_binary.asm["ptx"]
+            products = "mma.sync" in code or "wgmma.mma_async" in code
+            row = {"type": kind, "kernel": name, "shared": kernel_binary.metadata.shared}
+            print(json.dumps(row | {"products": products}), flush=True)
+        return
     for name in sys.argv[1:] or KERNELS:
         kernel_binary = compiled(*KERNELS[name])
         code = kernel_binary.asm["ptx"]

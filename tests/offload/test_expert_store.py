@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.offload.copy_stream import HostCopy
-from birkhoff.offload.expert_layout import ALIGNMENT, DTYPES, PackedExpertLayout
+from birkhoff.offload.expert_layout import ALIGNMENT, PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 from tests.models import TINY, variant
 from tests.sizes import scaled
@@ -75,7 +75,7 @@ def filled(resident, spare=2, copy_stream=None):
     truth = {}
     g = torch.Generator().manual_seed(0)
     for expert in ALL_EXPERTS:
-        for part, dtype in zip(store.home_parts(expert), DTYPES):
+        for part, dtype in zip(store.home_parts(expert), store.layouts[0].dtypes):
             low = -128 if dtype is torch.int8 else 0
             part.copy_(torch.randint(low, low + 256, part.shape, generator=g).to(dtype))
         truth[expert] = [part.clone() for part in store.home_parts(expert)]
@@ -87,7 +87,7 @@ def read(store, expert):
     layer, index = expert
     parts = []
     for address, (rows, columns), dtype in zip(
-        store.table[layer, index].tolist(), store.layout.shapes, DTYPES
+        store.table[layer, index].tolist(), store.layouts[0].shapes, store.layouts[0].dtypes
     ):
         data = bytearray(ctypes.string_at(address, rows * columns))
         parts.append(torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows, columns))
@@ -189,7 +189,7 @@ def test_no_sequence_of_moves_exposes_a_wrong_or_incomplete_expert(count, spare,
         elif what == "publish":
             store.publish()
         elif what == "move":
-            copy_stream.move(seed % (2 * store.layout.nbytes))
+            copy_stream.move(seed % (2 * store.slot_bytes))
         elif what == "steps_end":
             copy_stream.steps_end()
         check(store, truth)

@@ -3,7 +3,8 @@
 Weights are read in 16-byte loads: input widths must be multiples of 128 (512 for experts), output widths of 16. Expert
 scales are applied as float16 powers of two, which span 29 octaves: each kind of matrix is shifted by a common power of
 two, found when the weights are bound and divided out of the sums. Models that do not fit are reported by
-`unsupported_reason` and use the Triton backend.
+`unsupported_reason` and use the Triton backend. Weights of other types than FP8, FP4 and bfloat16 are multiplied by the
+Triton twins, between these kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from birkhoff.kernels.cuda.compile import Module, find_nvrtc
-from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers
+from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers, is_fp4
 from birkhoff.kernels.linear.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -101,12 +102,24 @@ class CudaBackend:
         out: torch.Tensor,
         group: int | None = None,
     ) -> None:
-        """Multiply x with up to two FP8 matrices and one bfloat16 matrix; results side by side in `out`.
+        """Multiply x with matrices; results side by side in `out`.
 
-        `x` is (float16, bfloat16), for FP8 and bfloat16 weights respectively; `group` as in `linear.decode.gemv`."""
-        fp8 = [weight for weight in weights if weight.scale is not None]
-        bf16 = [weight for weight in weights if weight.scale is None]
-        assert len(fp8) <= 2 and len(bf16) <= 1
+        `x` is (float16, bfloat16), for FP8 and bfloat16 weights respectively; `group` as in `linear.decode.gemv`. Up to
+        two FP8 matrices and one bfloat16 matrix are one launch; other types are multiplied by the Triton twin."""
+        fp8 = [weight for weight in weights if _reads(weight, x) and weight.is_fp8]
+        bf16 = [weight for weight in weights if _reads(weight, x) and not weight.is_fp8]
+        if len(fp8) + len(bf16) < len(weights) or len(fp8) > 2 or len(bf16) > 1:
+            from birkhoff.kernels.linear.decode import gemv
+
+            column = 0
+            for weight in weights:
+                part = out[:, column : column + weight.out]
+                if _reads(weight, x):
+                    self.gemv([weight], x, part, group)
+                else:
+                    gemv([weight], x[1], part, group)
+                column += weight.out
+            return
         n, inner = x[1].shape[0], weights[0].inner
         tiles = _token_tiles(n)
         total = sum(weight.out for weight in weights)
@@ -138,6 +151,17 @@ class CudaBackend:
         `ids` [n, k] int32 receives the selected experts; `limit` clamps SwiGLU, `factor` scales the weights."""
         n, width = buffers.x.shape
         inner, experts = buffers.shared_hidden.shape[1], w.router.out
+        x = (buffers.x_fp16, buffers.x)
+        if not (w.shared_gate_up.is_fp8 and not w.router.is_codes and _reads(w.router, x)):
+            from birkhoff.kernels.experts.decode import swiglu
+
+            both = buffers.router_gate_up
+            self.gemv([w.router, w.shared_gate_up], x, both)
+            swiglu(both[:, experts:], buffers.shared_hidden, limit)
+            plan = (buffers.topk_weights, buffers.pair_order, buffers.expert_slots, factor)
+            table = (w.router_bias, w.hash_table, buffers.token_ids, w.expert_addresses)
+            self.route(both[:, :experts], *table, ids, *plan)
+            return
         inputs = (
             w.shared_gate_up.weight,
             w.shared_gate_up.scale,
@@ -194,6 +218,11 @@ class CudaBackend:
 
     def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
         """Gate and up of the routed experts: x_fp4_order -> expert_hidden, times the routing weight."""
+        if not is_fp4(w):
+            from birkhoff.kernels.triton_backend import block_gate_up
+
+            block_gate_up(w, buffers, limit)
+            return
         warps = 2 if buffers.rows == 1 else 4
         inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
         offset = w.scale_offsets[0]
@@ -219,6 +248,15 @@ class CudaBackend:
 
     def down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
         """Down of the routed experts and of the shared expert: expert_hidden, shared_hidden -> expert_out."""
+        fused = is_fp4(w) and w.shared_down.is_fp8
+        if not fused:
+            shared = (buffers.shared_hidden, buffers.shared_hidden)
+            self.gemv([w.shared_down], shared, buffers.expert_out[:, -1])
+        if not is_fp4(w):
+            from birkhoff.kernels.triton_backend import block_down
+
+            block_down(w, buffers)
+            return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         inner = buffers.expert_hidden.shape[1]
         n, width = buffers.x.shape
@@ -226,7 +264,7 @@ class CudaBackend:
         assert offset is not None
         self._experts.launch(
             f"experts_down_{warps}_{row_tiles}{_host_suffix(w)}",
-            (width // (16 * row_tiles), slots + -(-n // 8)),
+            (width // (16 * row_tiles), slots + (-(-n // 8) if fused else 0)),
             warps * 32,
             buffers.expert_slots,
             slots,
@@ -238,8 +276,8 @@ class CudaBackend:
             buffers.topk_weights.shape[1],
             offset,
             _gain(offset),
-            w.shared_down.weight,
-            w.shared_down.scale,
+            w.shared_down.weight if fused else None,
+            w.shared_down.scale if fused else None,
             buffers.shared_hidden,
             n,
             *_host_range(w),
@@ -486,6 +524,13 @@ class CudaBackend:
             splits,
             pdl=self.pdl,
         )
+
+
+def _reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> bool:
+    """Whether `gemv.cu` multiplies these inputs with this weight: FP8 with float16, or both bfloat16."""
+    if weight.is_codes:
+        return weight.is_fp8 and x[0] is not None and x[0].dtype is torch.float16
+    return weight.weight.dtype is torch.bfloat16 and x[1].dtype is torch.bfloat16
 
 
 def _host_range(w: ExpertLayerWeights) -> tuple[c_void_p, c_void_p] | tuple[None, None]:

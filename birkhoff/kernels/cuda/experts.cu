@@ -163,9 +163,10 @@ __device__ __forceinline__ void experts_gate_up(const ExpertSlot* slots, const i
     launch_dependents();
     const ExpertSlot* slot = slots + blockIdx.y;
     const int4 header = __ldcg(reinterpret_cast<const int4*>(slot));
-    const int count = header.z, first = header.y;
+    const int first = header.y;
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
     const longlong2 address_of = __ldcg(reinterpret_cast<const longlong2*>(slot->address));
+    const int count = address_of.x ? header.z : 0;  // experts without an address are computed elsewhere
     const u8* codes = reinterpret_cast<const u8*>(address_of.x) + (i64)row * (width >> 1);
     const u8* scale = reinterpret_cast<const u8*>(address_of.y) + (i64)row * (width >> 5);
     const u8* const c[2] = {codes, codes + (i64)inner * (width >> 1)};
@@ -229,8 +230,9 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
     }
     const ExpertSlot* slot = slots + blockIdx.y;  // complete before `experts_gate_up` launched this kernel
     const int4 header = __ldcg(reinterpret_cast<const int4*>(slot));
-    const int count = header.z, first = header.y;
+    const int first = header.y;
     const longlong2 address_of = __ldcg(reinterpret_cast<const longlong2*>(slot->address) + 1);
+    const int count = address_of.x ? header.z : 0;
 #pragma unroll
     for (int r = 0; r < RT; r++) {
         c[r] = reinterpret_cast<const u8*>(address_of.x) + (i64)(row + 16 * r) * (inner >> 1);

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.linear.decode import decode_e8m0
+from birkhoff.kernels.packed.unpack import decode_e2m1, decode_e8m0
 
 
 @triton.jit
@@ -121,13 +121,6 @@ def route(logits, bias, hash_table, tokens, addresses, ids, weights, order, slot
 
 
 @triton.jit
-def decode_e2m1(codes):
-    """Four-bit codes in an int32 to float32: the shifted bits are the value times 2^-126."""
-    bits = ((codes & 8) << 28) | ((codes & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
 def _fp4_tile(codes, scales, r, start, rows, inner, INNER: tl.constexpr):
     """Even and odd columns of a decoded tile, [rows, INNER / 2] each."""
     h = start // 2 + tl.arange(0, INNER // 2)
@@ -171,7 +164,9 @@ def _gate_up(
     if count > 0:
         expert = tl.load(slots + slot * 16)
         first = tl.load(slots + slot * 16 + 1)
-        codes = tl.load(addresses + expert * 4).to(tl.pointer_type(tl.uint8))
+        address = tl.load(addresses + expert * 4)
+        count = tl.where(address == 0, 0, count)  # experts without an address are computed elsewhere
+        codes = address.to(tl.pointer_type(tl.uint8))
         scales = tl.load(addresses + expert * 4 + 1).to(tl.pointer_type(tl.uint8))
         r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         for base in range(0, count, TOKENS):
@@ -220,7 +215,9 @@ def _down(
     if count > 0:
         expert = tl.load(slots + slot * 16)
         first = tl.load(slots + slot * 16 + 1)
-        codes = tl.load(addresses + expert * 4 + 2).to(tl.pointer_type(tl.uint8))
+        address = tl.load(addresses + expert * 4 + 2)
+        count = tl.where(address == 0, 0, count)
+        codes = address.to(tl.pointer_type(tl.uint8))
         scales = tl.load(addresses + expert * 4 + 3).to(tl.pointer_type(tl.uint8))
         r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         for base in range(0, count, TOKENS):

@@ -22,12 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.experts import reference
-from birkhoff.kernels.experts.decode import _dot_even_odd, _swiglu, decode_e2m1
+from birkhoff.kernels.experts import block_types, reference
+from birkhoff.kernels.experts.decode import _dot_even_odd, _swiglu
 from birkhoff.kernels.experts.reference import Stack
 from birkhoff.kernels.experts.routing import plan
 from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.linear.decode import decode_e8m0
+from birkhoff.kernels.packed.unpack import decode_e2m1, decode_e8m0
 
 BLOCKS = (16, 32, 64, 128)  # tokens per block
 
@@ -366,7 +366,17 @@ def experts(
     order, blocks = plan(ids, stack.count, size)
     z = torch.empty(count * topk, stack.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(count * topk, x.shape[1], dtype=x.dtype, device=x.device)
-    inputs, weights = deinterleave(x), weights.contiguous()
+    weights = weights.contiguous()
+    if stack.types is not None and any(kind.name != "FP4" for kind in stack.types):
+        gated, summed = stack.types
+        config = block_types.tile_config(size, x.dtype is torch.float32, decoding=False)
+        x, y = x.contiguous(), y.view(count, topk, -1)
+        for ready, addresses in stack.batches():
+            own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
+            block_types.gate_up(gated, x, addresses, own_blocks, order, weights, z, limit, config)
+            block_types.down(summed, z, addresses, own_blocks, order, y, topk, config)
+        return sum_pairs(y.flatten(0, 1), topk, shared)
+    inputs = deinterleave(x)
     for ready, addresses in stack.batches():
         own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
         gate_up(inputs, addresses, own_blocks, order, weights, z, limit, size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from birkhoff.kernels.packed import PackedType
 from birkhoff.kernels.packed.native import ExpertProducts
 
 
@@ -15,7 +16,8 @@ from birkhoff.kernels.packed.native import ExpertProducts
 class Stack:
     """The matrices of the routed experts. `dense` holds all of them as floats, unless they are packed. Packed ones may
     have `batches` for kernels: an iterator of (experts that are ready to be read, or None for all; addresses of the
-    codes and scales of every expert at that time, [E, 4] int64). A batch is valid until the next one is requested."""
+    codes and scales of every expert at that time, [E, 4] int64). A batch is valid until the next one is requested.
+    `types` are those of gate and up, and of down."""
 
     count: int
     gate_up: Callable[[int], torch.Tensor]  # expert -> [2i, d], gate above up
@@ -23,6 +25,7 @@ class Stack:
     dense: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, 2i, d], [E, i, d]
     batches: Callable[[], Iterable[tuple[Sequence[int] | None, torch.Tensor]]] | None = None
     inner: int = 0  # i
+    types: tuple[PackedType, PackedType] | None = None
     products: Callable[[], ExpertProducts] | None = (
         None  # packed experts in host memory, for the native kernels
     )

@@ -2,8 +2,7 @@
 
 `gemv(weights, x [n, in], out [n, total])` multiplies x with every `PackedWeight` of the list and stores the results
 side by side. With `group` the rows of a weight form groups of that many rows, and group g reads columns `g * in ..`
-of x. Weights are the left operand of the dot; they are decoded exactly to the dtype of x (or to float32), sums are
-float32.
+of x. Weights are the left operand of the dot; they are decoded to the dtype of x (or to float32), sums are float32.
 """
 
 from __future__ import annotations
@@ -14,22 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.gpu import interpreted, power_of_two
 from birkhoff.kernels.linear.packed import PackedWeight
-
-
-@triton.jit
-def decode_e4m3(codes):
-    """uint8 codes to float32: the bits shifted into float32 position are the value times 2^-120."""
-    bits = codes.to(tl.int32)
-    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-
-
-@triton.jit
-def decode_e8m0(codes):
-    """uint8 scales to float32; 2^-127 (subnormal in float32) is not used by any checkpoint."""
-    return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+from birkhoff.kernels.packed.unpack import decode_e4m3, decode_e8m0, lookup_table, unpack
 
 
 @triton.jit
@@ -37,6 +23,7 @@ def _gemv(
     x,
     weight,
     scale,
+    grid,
     out,
     n,
     rows,
@@ -44,7 +31,7 @@ def _gemv(
     x_stride,
     out_stride,
     group,
-    FP8: tl.constexpr,
+    TYPE: tl.constexpr,
     FP32: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,11 +46,16 @@ def _gemv(
         k = start + tl.arange(0, INNER)
         at = x + t.to(tl.int64)[None, :] * x_stride + k[:, None]
         inputs = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
-        tile = (r < rows)[:, None] & (k < inner)[None, :]
-        w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
-        if FP8:
-            s = tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127)
-            w = decode_e4m3(w) * decode_e8m0(s)[:, None]
+        if TYPE == "numbers" or TYPE == "rows of FP8":
+            tile = (r < rows)[:, None] & (k < inner)[None, :]
+            w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
+            if TYPE == "rows of FP8":
+                s = tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127)
+                w = decode_e4m3(w) * decode_e8m0(s)[:, None]
+            elif w.dtype == tl.float16:
+                inputs = inputs.to(tl.float16)  # not rounded: inputs are normalised or gated
+        else:
+            w = unpack(weight, scale, grid, r, r < rows, start, inner, TYPE, INNER)
         if FP32:
             total = tl.dot(w.to(tl.float32), inputs.to(tl.float32), total, input_precision="ieee")
         else:
@@ -78,12 +70,14 @@ def gemv(
     n, column = x.shape[0], 0
     for weight in weights:
         fp32 = x.dtype is torch.float32 or weight.weight.dtype is torch.float32
-        row_tile = min(64, power_of_two(group or weight.out, 16))
+        row_tile = min(256 if interpreted() else 64, power_of_two(group or weight.out, 16))
         assert group is None or group % row_tile == 0, f"groups of {group} rows"
+        table = None if weight.type is None else lookup_table(weight.type.name, x.device)
         _gemv[(-(-weight.out // row_tile), -(-n // 16))](
             x,
             weight.weight,
             weight.weight if weight.scale is None else weight.scale,
+            weight.weight if table is None else table,
             out[:, column:],
             n,
             weight.out,
@@ -91,11 +85,11 @@ def gemv(
             x.stride(0),
             out.stride(0),
             group or weight.out,
-            FP8=weight.scale is not None,
+            TYPE=weight.kernel_type,
             FP32=fp32,
             TOKENS=16,
             ROWS=row_tile,
-            INNER=64 if fp32 else 128,
+            INNER=256 if weight.type and interpreted() else 64 if fp32 else 128,
             num_warps=4,
         )
         column += weight.out

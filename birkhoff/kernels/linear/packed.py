@@ -2,7 +2,8 @@
 block.
 
 `PackedWeight.fp8` stacks matrices in the release format: E4M3 codes `[out, in]`, with one E8M0 byte per row and 128
-inputs, so that matrices of any height can be stacked. `PackedWeight.plain` keeps 16- or 32-bit floats.
+inputs, so that matrices of any height can be stacked. `PackedWeight.plain` keeps 16- or 32-bit floats. Other types
+stay rows of bytes, as in the file.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from birkhoff.kernels.packed import PackedMatrix
+from birkhoff.kernels.packed import PackedMatrix, PackedType, dequantise
 
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One matrix `[out, in]`: floats, or uint8 codes with `scale` [in / 128, out]."""
+    """One matrix `[out, in]`: floats, uint8 E4M3 codes with `scale` [in / 128, out], or rows of bytes of a `type` with
+    `columns` columns."""
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
+    type: PackedType | None = None
+    columns: int = 0
 
     @property
     def out(self) -> int:
@@ -30,7 +34,20 @@ class PackedWeight:
 
     @property
     def inner(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[1] if self.type is None else self.columns
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.type is None and self.scale is not None
+
+    @property
+    def is_codes(self) -> bool:
+        return self.type is not None or self.scale is not None
+
+    @property
+    def kernel_type(self) -> str:
+        """What Triton kernels are specialised on: a packed type, "rows of FP8", or "numbers"."""
+        return self.type.name if self.type is not None else "rows of FP8" if self.is_fp8 else "numbers"
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +55,8 @@ class PackedWeight:
 
     def dense(self) -> torch.Tensor:
         """The dequantised matrix [out, in]; float32 if packed."""
+        if self.type is not None:
+            return dequantise(self.type, self.weight, self.scale)
         if self.scale is None:
             return self.weight
         factor = torch.exp2(self.scale.float() - 127).T.repeat_interleave(BLOCK, 1)[:, : self.inner]
@@ -52,17 +71,32 @@ class PackedWeight:
 
     @classmethod
     def of(cls, matrices: Sequence[PackedMatrix]) -> PackedWeight:
-        """Matrices with a common input and type, FP8 or floats, stacked; a single matrix is not copied."""
+        """Matrices with a common input and type, stacked; a single matrix is not copied."""
         first = matrices[0]
         if first.type.name == "FP8":
             return cls.fp8([(m.codes, m.scales) for m in matrices if m.scales is not None])
-        assert first.type.dtype is not None, f"GPU kernels read no {first.type.name}"
-        return cls.plain([m.codes.view(first.type.dtype) for m in matrices])
+        if first.type.dtype is not None:
+            return cls.plain([m.codes.view(first.type.dtype) for m in matrices])
+        scales = [m.scales for m in matrices if m.scales is not None]
+        codes = stack_rows([m.codes for m in matrices])
+        return cls(codes, stack_rows(scales) if scales else None, first.type, first.columns)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[PackedWeight]) -> PackedWeight:
+        """Weights of codes with a common input and type as one; a single one is not copied."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        scales = [part.scale for part in parts if part.scale is not None]
+        scale = torch.cat(scales, dim=1 if first.is_fp8 else 0) if scales else None
+        return cls(torch.cat([part.weight for part in parts]), scale, first.type, first.columns)
 
     @classmethod
     def plain(cls, parts: Sequence[torch.Tensor]) -> PackedWeight:
-        """Stack floats, in bfloat16 if that is exact (the release stores them in bfloat16)."""
+        """Stack floats; float32 in bfloat16 if that is exact (the release stores them in bfloat16)."""
         stacked = stack_rows(parts).detach()
+        if stacked.dtype is torch.float16:
+            return cls(stacked.contiguous())
         bf16 = stacked.to(torch.bfloat16)
         return cls((bf16 if bool((bf16 == stacked).all()) else stacked).contiguous())
 

@@ -6,7 +6,8 @@ tenth to the time of the product for thousands of rows. For fewer rows and other
 registers and multiplies them with 16-bit inputs before applying the scales: E4M3 is exact in float16 and bfloat16,
 and a scale covers 128 columns of a row, so it multiplies the float32 sum over those columns. bfloat16 inputs are
 converted to float16, where one instruction decodes two codes: the inputs of FP8 layers are normalised or gated, hence
-far below 65,504, and float16 keeps three more bits of them. float32 inputs are multiplied in float32.
+far below 65,504, and float16 keeps three more bits of them. float32 inputs are multiplied in float32. Codes of ggml's
+types are decoded to the dtype of the inputs, which rounds them as dequantised weights of that dtype are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.linear.decode import decode_e4m3, decode_e8m0
+from birkhoff.kernels.gpu import interpreted, power_of_two
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed.unpack import decode_e4m3, decode_e8m0, lookup_table, unpack
 
 UNPACK_ROWS = 256  # rows from which dequantising the weight first is faster
 TILE_GROUP = 8  # token tiles that share a pass over the rows of a weight, so that both stay in L2
@@ -28,6 +29,7 @@ def _packed_linear(
     x,
     weight,
     scale,
+    grid,
     out,
     n,
     rows,
@@ -37,7 +39,7 @@ def _packed_linear(
     group,
     row_tiles,
     token_tiles,
-    FP8: tl.constexpr,
+    TYPE: tl.constexpr,
     FP32: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -58,9 +60,12 @@ def _packed_linear(
         k = start + tl.arange(0, INNER)
         at = x + t.to(tl.int64)[None, :] * x_stride + k[:, None]
         inputs = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
-        tile = (r < rows)[:, None] & (k < inner)[None, :]
-        w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
-        if FP8:
+        if TYPE == "numbers" or TYPE == "rows of FP8":
+            tile = (r < rows)[:, None] & (k < inner)[None, :]
+            w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
+        else:
+            w = unpack(weight, scale, grid, r, r < rows, start, inner, TYPE, INNER).to(input_type)
+        if TYPE == "rows of FP8":
             if input_type == tl.float16:
                 w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             else:
@@ -79,23 +84,38 @@ def _packed_linear(
 
 
 @triton.jit
-def _dequantise(codes, scale, out, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr):
+def _dequantise(
+    codes, scale, grid, out, rows, inner, TYPE: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr
+):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * INNER
     k = start + tl.arange(0, INNER)
     tile = (r < rows)[:, None] & (k < inner)[None, :]
     at = r.to(tl.int64)[:, None] * inner + k[None, :]
-    factor = decode_e8m0(tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127))
-    value = decode_e4m3(tl.load(codes + at, mask=tile, other=0)) * factor[:, None]
+    if TYPE == "rows of FP8":
+        factor = decode_e8m0(tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127))
+        value = decode_e4m3(tl.load(codes + at, mask=tile, other=0)) * factor[:, None]
+    else:
+        value = unpack(codes, scale, grid, r, r < rows, start, inner, TYPE, INNER)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=tile)
 
 
-def dequantise(weight: PackedWeight) -> torch.Tensor:
-    """An FP8 weight [out, in] in bfloat16, which holds its values exactly."""
-    assert weight.scale is not None
-    out = torch.empty(weight.weight.shape, dtype=torch.bfloat16, device=weight.weight.device)
+def dequantise(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A weight of codes as numbers [out, in]; bfloat16 holds the values of FP8 and FP4 exactly."""
+    out = torch.empty(weight.out, weight.inner, dtype=dtype, device=weight.weight.device)
+    codes = weight.weight
+    table = None if weight.type is None else lookup_table(weight.type.name, codes.device)
     _dequantise[(-(-weight.out // 64), -(-weight.inner // 128))](
-        weight.weight, weight.scale, out, weight.out, weight.inner, ROWS=64, INNER=128, num_warps=4
+        codes,
+        codes if weight.scale is None else weight.scale,
+        codes if table is None else table,
+        out,
+        weight.out,
+        weight.inner,
+        TYPE=weight.kernel_type,
+        ROWS=64,
+        INNER=128,
+        num_warps=4,
     )
     return out
 
@@ -105,8 +125,8 @@ def tile_config(n: int, height: int, fp32: bool) -> dict[str, int]:
     if fp32:
         return {
             "TOKENS": min(32, power_of_two(n, 16)),
-            "ROWS": min(64, power_of_two(height, 16)),
-            "INNER": 64,
+            "ROWS": min(256 if interpreted() else 64, power_of_two(height, 16)),
+            "INNER": 128 if interpreted() else 64,
             "num_warps": 4,
             "num_stages": 2,
         }
@@ -130,7 +150,7 @@ def packed_linear(
 ) -> torch.Tensor:
     dtype = dtype or x.dtype
     flat = x.reshape(-1, x.shape[-1])
-    packed = weight.scale is not None
+    packed = weight.is_codes
     if (
         config is None
         and len(flat) >= UNPACK_ROWS
@@ -141,7 +161,7 @@ def packed_linear(
             *x.shape[:-1], weight.out
         )
     fp32 = flat.dtype is torch.float32 or weight.weight.dtype is torch.float32
-    if not fp32 and packed and flat.dtype is torch.bfloat16:
+    if not fp32 and weight.is_fp8 and flat.dtype is torch.bfloat16:
         flat = flat.half()
     elif not fp32 and not packed and flat.dtype is not weight.weight.dtype:
         fp32 = True
@@ -151,11 +171,13 @@ def packed_linear(
     assert group is None or group % config["ROWS"] == 0, f"groups of {group} rows"
     row_tiles = -(-weight.out // config["ROWS"])
     token_tiles = -(-n // config["TOKENS"])
+    table = None if weight.type is None else lookup_table(weight.type.name, x.device)
     if n:
         _packed_linear[(row_tiles * token_tiles,)](
             flat,
             weight.weight,
             weight.weight if weight.scale is None else weight.scale,
+            weight.weight if table is None else table,
             out,
             n,
             weight.out,
@@ -165,7 +187,7 @@ def packed_linear(
             group or weight.out,
             row_tiles,
             token_tiles,
-            FP8=packed,
+            TYPE=weight.kernel_type,
             FP32=fp32,
             TILE_GROUP=TILE_GROUP,
             **config,

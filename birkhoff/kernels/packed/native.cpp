@@ -29,7 +29,7 @@ PanelBuffer &panel_buffer() {
 
 extern "C" {
 
-int birkhoff_abi() { return 2; }
+int birkhoff_abi() { return 3; }
 
 void birkhoff_tables(const uint8_t *iq2_xxs, const uint8_t *iq2_xs, const uint8_t *iq3_xxs) {
     memcpy(grid_iq2_xxs, iq2_xxs, sizeof grid_iq2_xxs);
@@ -287,6 +287,40 @@ void birkhoff_attend(const float *queries, const float *recent, const float *ent
         thread_local std::unique_ptr<AttentionScratch> buffers(new AttentionScratch);
         attend_block(call, part * block, std::min(length, (part + 1) * block), *buffers);
     });
+}
+
+// Routed experts of one decode step as a callback without arguments of its own. Pairs whose id is negative are left out.
+struct ExpertJob {
+    const Matrix *matrices;  // gate, up and down of every expert
+    int64_t experts, x_type, n, k, threads;
+    const uint8_t *x;      // [n, width] of type x_type: F32, F16 or BF16
+    const int32_t *ids;    // [n, k]
+    const float *weights;  // [n, k]
+    float *out;            // [n, width]
+    double limit;
+};
+
+void birkhoff_expert_job(void *data) {
+    const ExpertJob &job = *static_cast<const ExpertJob *>(data);
+    const int64_t width = job.matrices[0].columns, bytes = job.x_type == F32 ? 4 : 2;
+    memset(job.out, 0, sizeof(float) * job.n * width);
+    std::vector<int64_t> ids(job.n * job.k);
+    bool any = false;
+    for (int64_t i = 0; i < job.n * job.k; i++) {
+        ids[i] = job.ids[i];
+        any |= job.ids[i] >= 0;
+    }
+    if (!any) return;
+    std::vector<float> x(job.n * width);
+    for (int64_t row = 0; row < job.n; row++) {
+        const uint8_t *from = job.x + row * width * bytes;
+        float *into = &x[row * width];
+        if (job.x_type == F32) decode<F32>(from, nullptr, 0, int(width), into);
+        else if (job.x_type == F16) decode<F16>(from, nullptr, 0, int(width), into);
+        else decode<BF16>(from, nullptr, 0, int(width), into);
+    }
+    birkhoff_experts(job.matrices, int(job.experts), x.data(), int(job.n), ids.data(), job.weights, int(job.k),
+                     float(job.limit), job.out, int(job.threads));
 }
 
 // The first row with a value that is not finite, or -1.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from birkhoff.kernels.packed.compile import library
 from birkhoff.kernels.packed.grids import grid
 from birkhoff.kernels.packed.matrix import PackedMatrix
+from birkhoff.kernels.packed.types import FLOAT_TYPES, PackedType
 
 MAX_LOOP_ROWS = 24  # rows up to which decoding codes in registers is faster
 
@@ -33,6 +34,24 @@ class _Matrix(ctypes.Structure):
         ("scales", c_void_p),
         ("scale_rows", c_int64),
         ("scale_stride", c_int64),
+    )
+
+
+class _JobFields(ctypes.Structure):
+    """struct ExpertJob of native.cpp."""
+
+    _fields_ = (
+        ("matrices", c_void_p),
+        ("experts", c_int64),
+        ("x_type", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("threads", c_int64),
+        ("x", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("limit", c_double),
     )
 
 
@@ -94,6 +113,7 @@ def _native() -> ctypes.CDLL:
     native.birkhoff_first_bad_row.argtypes = [c_void_p]
     native.birkhoff_first_bad_row.restype = c_int64
     native.birkhoff_read.argtypes = [c_void_p, c_int64, c_int]
+    native.birkhoff_expert_job.argtypes = [c_void_p]
     for name in (
         "products",
         "grouped",
@@ -104,6 +124,7 @@ def _native() -> ctypes.CDLL:
         "many_grouped",
         "many_experts",
         "attend",
+        "expert_job",
     ):
         getattr(native, f"birkhoff_{name}").restype = None
     return native
@@ -295,6 +316,61 @@ def attend(
             torch.get_num_threads(),
         )
     return out
+
+
+class HostedExperts:
+    """The experts of one layer that are in host memory, for `ExpertJob`s; others have no matrices. `types` are those of
+    gate and up, and of down."""
+
+    def __init__(self, count: int, hidden: int, inner: int, types: tuple[PackedType, PackedType]):
+        self.count, self.hidden = count, hidden
+        self._structs = (_Matrix * (3 * count))()
+        for index, target in enumerate(self._structs):
+            is_down = index % 3 == 2
+            target.type = types[is_down].id
+            target.rows, target.columns = (hidden, inner) if is_down else (inner, hidden)
+        self.address = ctypes.addressof(self._structs)
+
+    def set(self, expert: int, matrices: Sequence[PackedMatrix]) -> None:
+        """Where gate, up and down of an expert are. The caller keeps the memory."""
+        for part, matrix in enumerate(matrices):
+            _fill(self._structs[3 * expert + part], matrix)
+
+
+class ExpertJob:
+    """Routed experts of a decode step with fixed inputs and outputs, as a C function of one pointer that needs no
+    Python: `function(data)` computes out [n, d] = the weighted sum over the experts of each row of x.
+
+    x [n, d] is float32, float16 or bfloat16, ids [n, k] int32 (negative: left out), weights [n, k] and out float32."""
+
+    def __init__(
+        self,
+        experts: HostedExperts,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        limit: float,
+    ):
+        self._kept = experts, x, ids, weights, out
+        assert all(tensor.is_contiguous() for tensor in self._kept[1:]) and ids.dtype is torch.int32
+        self._struct = _JobFields(
+            experts.address,
+            experts.count,
+            FLOAT_TYPES[x.dtype].id,
+            *ids.shape,
+            torch.get_num_threads(),
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            limit,
+        )
+        self.data = ctypes.addressof(self._struct)
+        self.function = _native().birkhoff_expert_job
+
+    def __call__(self) -> None:
+        self.function(self.data)
 
 
 def read_speed(words: torch.Tensor) -> float:

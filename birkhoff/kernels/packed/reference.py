@@ -16,7 +16,7 @@ from birkhoff.kernels.packed.grids import grid
 from birkhoff.kernels.packed.types import PackedType
 
 _FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def dequantise(kind: PackedType, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).view(-1, 8)
     step = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
     codes = _fields(blocks[:, 8:].view(-1, 8, 16), (0, 4), 15).reshape(-1, 8, 32)
-    levels = torch.tensor(_IQ4_LEVELS, dtype=torch.float32, device=blocks.device)
+    levels = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=blocks.device)
     return step.unsqueeze(-1) * levels[codes.long()]
 
 

@@ -1,0 +1,79 @@
+"""Memory for experts that are divided between a GPU and the host, and where decode steps compute the cold ones."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from birkhoff.api.options import PlacementOptions
+from birkhoff.api.run_plan import is_divided, plan_device
+from birkhoff.engine.memory_plan import MemoryBudget
+from birkhoff.errors import OptionError
+from birkhoff.kernels.packed import native
+from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_layout import PackedExpertLayout
+from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
+from birkhoff.offload.host_experts import measure_rates
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """Memory for experts that are divided between the device and the host."""
+
+    budget: MemoryBudget
+    store: ExpertStore
+    usage: ExpertUsage
+
+
+def place_experts(
+    network: Transformer,
+    options: PlacementOptions,
+    device: torch.device,
+    free_bytes: int,
+    host_bytes: int,
+    cache_bytes: int | None,
+    requests: int,
+    context: int | None,
+) -> PlacedExperts | MemoryBudget:
+    """Carry out `plan_device`: allocate memory for the experts, unless all of them go to the device with the model."""
+    config = network.config
+    budget = plan_device(network, options, free_bytes, host_bytes, cache_bytes, requests, context)
+    if not is_divided(budget, options):
+        return budget
+    layers = budget.experts // config.n_routed_experts
+    counts = None
+    if options.counts_file is not None and options.counts_file.exists():
+        counts = ExpertCounts.load(options.counts_file, layers, config.n_routed_experts)
+    usage = ExpertUsage(layers, config.n_routed_experts, counts)
+    layouts = [PackedExpertLayout.of(config, stack.types) for stack in network.expert_stacks() if stack.types]
+    store = ExpertStore(layouts, usage.hottest(budget.hot), device, budget.spare)
+    return PlacedExperts(budget, store, usage)
+
+
+def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) -> None:
+    """Decide where decode steps compute cold experts, by measured rates unless requested, and say so in a line.
+
+    The experts must be loaded. Without cold experts or native kernels they stay on the GPU, unless the CPU is asked for
+    without the latter."""
+    if experts_on == "cpu" and not native.available():
+        raise OptionError("experts_on is 'cpu', which needs a C++ compiler, and there is none. Use 'auto'.")
+    store = placed.store
+    if experts_on == "gpu" or not native.available() or bool(store.resident().all()):
+        return
+    config = network.config
+    types = [stack.types for stack in network.expert_stacks() if stack.types is not None]
+    with torch.inference_mode():
+        rates = measure_rates(store, types, config.hidden_size, config.moe_intermediate_size)
+        on_cpu = experts_on == "cpu" or rates.favours_cpu
+        if on_cpu and not network.compute_cold_experts_on_host():
+            if experts_on == "cpu":
+                raise OptionError(
+                    "experts_on is 'cpu', but host functions of this GPU's driver gave other results than a direct "
+                    "call. Use 'gpu'."
+                )
+            on_cpu = False
+    side = "on the CPU" if on_cpu else "on the GPU"
+    print(f"birkhoff: {rates}: cold experts of decode steps are computed {side}", file=sys.stderr)

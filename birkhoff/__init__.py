@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
     from birkhoff.sae.feature_edits import SaeSet as SaeSet
     from birkhoff.steering.expert_edits import ExpertSet as ExpertSet
+    from birkhoff.steering.gated_edits import Gate as Gate
     from birkhoff.steering.vector_edits import Add as Add
     from birkhoff.steering.vector_edits import Clamp as Clamp
     from birkhoff.steering.vector_edits import Patch as Patch
@@ -41,6 +42,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "ExpertSet",
+    "Gate",
     "Output",
     "Patch",
     "Project",
@@ -68,6 +70,7 @@ _HOMES = {
     "Engine": "api.engine",
     "EngineOptions": "api.options",
     "ExpertSet": "steering.expert_edits",
+    "Gate": "steering.gated_edits",
     "Output": "output",
     "Trace": "trace",
     "SamplingParams": "engine.sampling_params",

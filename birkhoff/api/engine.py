@@ -79,7 +79,15 @@ class Engine(Analyses):
         )
         self._capture_planner = self._planner.captures
         self._steering = self._planner.steering
+        self._texts: list[str] | None = None
+        self._steering.token_texts = self._token_texts if tokenizer is not None else None
         self.saes = self._planner.saes
+
+    def _token_texts(self) -> list[str]:
+        """The text of every token id, decoded once."""
+        if self._texts is None:
+            self._texts = [self.tokenizer.decode([token]) for token in range(self.tokenizer.vocab_size)]
+        return self._texts
 
     @property
     def model(self) -> Any:

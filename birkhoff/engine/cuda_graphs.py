@@ -224,8 +224,9 @@ class CudaGraphs:
 
 
 def site_widths(decoder: Decoder) -> dict[str, int]:
-    """Row width of every editable site, by hook."""
+    """Row width of every site, by hook."""
     config = decoder.config
     m, d = config.hc_mult, config.hidden_size
     sizes = {"d": d, "md": m * d, "m": m, "mm": m * m, "k2": 2 * config.num_experts_per_tok}
-    return {site.name: sizes[site.shape] for site in SITES if site.editable and not site.absent}
+    sizes["E"] = config.n_routed_experts
+    return {site.name: sizes[site.shape] for site in SITES if not site.absent}

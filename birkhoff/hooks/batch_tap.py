@@ -166,6 +166,8 @@ class BatchTap(NoTap):
         for key, site_edits in edits.sites.items() if edits is not None else ():
             assert edits is not None
             runners[key] = SiteRunner(stages=partial(edits.stages, key), paths=site_edits.paths)
+        for key, runs in edits.gates.items() if edits is not None else ():
+            runners.setdefault(key, SiteRunner()).probes += runs
         for site in self.layout.sites:
             runner = runners.setdefault(site.key, SiteRunner())
             if site.after:

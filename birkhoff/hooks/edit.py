@@ -16,9 +16,12 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from birkhoff.hooks.gating import GateRun, SiteGate
 
 Op = Literal["patch", "add", "delta", "full", "clamp", "bound"]
 Path = Literal["both", "read", "carry"]
@@ -55,6 +58,7 @@ class SiteContext:
 
 
 EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
+GateRuns = Callable[["SiteGate", list[int]], "GateRun"]
 
 
 class Splice(Protocol):
@@ -128,6 +132,7 @@ class SiteEdit:
     positions: tuple[int, ...] | None = None
     entries: tuple[int, ...] | None = None  # of a row: the others keep their bits
     renormalise: bool = False  # the row is a mixer [m * m] and is made doubly stochastic where it was changed
+    gate: SiteGate | None = None  # rows where it does not fire keep their bits
 
     def at(self, positions: Sequence[int]) -> SiteEdit:
         """The edit for tokens at these positions: itself, or with one row of `vector` for each of them."""
@@ -139,7 +144,7 @@ class SiteEdit:
     @property
     def is_plain(self) -> bool:
         """Whether it adds a constant to the row: many of these are one operation."""
-        return self.op == "add" and not self.norm_match and not self.post_mix
+        return self.op == "add" and not self.norm_match and not self.post_mix and self.gate is None
 
     @cached_property
     def operand(self) -> torch.Tensor:
@@ -254,11 +259,13 @@ def total_constant(edits: Iterable[SiteEdit], width: int) -> torch.Tensor:
     return sum(totals[1:], totals[0])
 
 
-def edit_stages(edits: RowEdits, table_adds: EditStage | None = None) -> list[EditStage]:
+def edit_stages(
+    edits: RowEdits, table_adds: EditStage | None = None, runs: GateRuns | None = None
+) -> list[EditStage]:
     """The edits of one site in their fixed order, to be applied one after the other to the site's tensor.
 
     The result can be reused for as long as edits and rows stay the same. `table_adds` applies the plain adds whose
-    vectors are in tables."""
+    vectors are in tables; `runs` returns the run of a gate for some rows."""
     stages: list[EditStage] = []
     for op in ORDER:
         if op == "add" and table_adds is not None:
@@ -274,7 +281,8 @@ def edit_stages(edits: RowEdits, table_adds: EditStage | None = None) -> list[Ed
             elif edit.is_plain:
                 plain.append((edit, rows))
             else:
-                others.append(_EditStage(edit, rows))
+                run = None if edit.gate is None or runs is None else runs(edit.gate, rows)
+                others.append(_EditStage(edit, rows, run))
         stages += [_SpliceStage(host, hosts[host]) for host in sorted(hosts, key=lambda host: host.order)]
         if plain:
             stages.append(_PlainAddStage(plain))
@@ -322,9 +330,11 @@ class _PlainAddStage:
 class _EditStage:
     """One edit that is not a plain add, applied to the rows it names."""
 
-    def __init__(self, edit: SiteEdit, rows: list[int]):
+    def __init__(self, edit: SiteEdit, rows: list[int], gate: GateRun | None = None):
+        assert (gate is None) == (edit.gate is None)
         self._edit = edit
         self._rows = rows
+        self._gate = gate
         self._data: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def _prepare(
@@ -359,7 +369,10 @@ class _EditStage:
         else:
             part = old.flatten(1).float()
         new = edit_rows(edit.op, part, vector, edit.scale, *edit.bounds, edit.norm_match, post)
-        new = changed_entries(part, new, entries, edit.renormalise).to(x.dtype)
+        new = changed_entries(part, new, entries, edit.renormalise)
+        if self._gate is not None:
+            new = torch.where(self._gate.fired.view(-1, *[1] * (new.dim() - 1)), new, part)
+        new = new.to(x.dtype)
         if edit.streams is not None:
             old[:, list(edit.streams)] = new
             new = old

@@ -20,8 +20,16 @@ import torch
 from birkhoff.hooks.batch_tap import BatchTap
 from birkhoff.hooks.capture_buffer import CaptureBuffer, RowKind, SiteTensor
 from birkhoff.hooks.edit import ORDER, EditStage, ExcludedPath, GraphSplice, Op, Path, SiteContext, SiteEdit
+from birkhoff.hooks.gating import GateBuffers
 from birkhoff.hooks.plan import Key
-from birkhoff.hooks.row_edits import PlainAdds, RowEditBuffers, RowEditKind, RowEditsByKind, group_row_edits
+from birkhoff.hooks.row_edits import (
+    PlainAdds,
+    RowEditBuffers,
+    RowEditKind,
+    RowEditsByKind,
+    StepGates,
+    group_row_edits,
+)
 from birkhoff.hooks.site_runner import LayerTap, PostMix, SiteRunner
 from birkhoff.hooks.sites import BY_NAME, Site
 from birkhoff.hooks.step_edits import SiteEdits, StepEdits
@@ -50,6 +58,7 @@ class Pattern(NamedTuple):
     row_edits: tuple[tuple[Key, RowEditKind], ...]
     splices: tuple[tuple[Key, SpliceGroup], ...]
     table_addresses: tuple[int, ...]  # of the tables' slabs and maps, which are reallocated when they grow
+    gates: tuple[tuple[str, int, int, int], ...] = ()  # hook, layer, number and width of a row
 
 
 class GraphPlan(NamedTuple):
@@ -58,6 +67,7 @@ class GraphPlan(NamedTuple):
     pattern: Pattern
     row_edits: dict[Key, RowEditsByKind]
     uses: dict[tuple[Key, SpliceGroup], Uses]
+    gates: StepGates
 
 
 def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
@@ -66,10 +76,13 @@ def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
     sites: dict[Key, SiteEdits] = {} if edits is None else edits.sites
     row_edits: dict[Key, RowEditsByKind] = {}
     uses: dict[tuple[Key, SpliceGroup], Uses] = {}
+    gates = StepGates()
     adds = sorted((key, path) for key, site in sites.items() for path in site.table_paths)
     for key, site in sites.items():
         row_edits[key] = group_row_edits(
-            [(edit, rows) for edit, rows in site.row_edits if isinstance(edit, SiteEdit)], widths[key[0]]
+            [(edit, rows) for edit, rows in site.row_edits if isinstance(edit, SiteEdit)],
+            widths[key[0]],
+            gates,
         )
         spliced: dict[tuple[Op, Path, Any], Uses] = {}
         for edit, rows in site.row_edits:
@@ -88,8 +101,9 @@ def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
         tuple((key, kind) for key, by_kind in sorted(row_edits.items()) for kind in by_kind),
         tuple(uses),
         () if edits is None else _table_addresses(edits, adds),
+        tuple(sorted((*number, widths[number[0]]) for number in gates.by_number)),
     )
-    return GraphPlan(pattern, row_edits, uses)
+    return GraphPlan(pattern, row_edits, uses, gates)
 
 
 def _table_addresses(edits: StepEdits, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
@@ -204,7 +218,16 @@ class GraphTap:
         self._scratch = scratch or Scratch(device)
         self._captures = {site: _SiteCapture() for site in pattern.captures}
         self._token_rows = torch.zeros(pattern.token_lanes, rows, dtype=torch.long, device=device)
-        self._row_edits = {(key, kind): RowEditBuffers(kind, rows, device) for key, kind in pattern.row_edits}
+        self._gates = {
+            (hook, layer, number): GateBuffers(width, rows, device)
+            for hook, layer, number, width in pattern.gates
+        }
+        self._row_edits = {
+            (key, kind): RowEditBuffers(
+                kind, rows, device, self._gates[kind.gate].fired if kind.gate else None
+            )
+            for key, kind in pattern.row_edits
+        }
         self._splices: dict[tuple[Key, SpliceGroup], GraphSplice] = {
             (key, group): group.host.graph_splice(group.kind) for key, group in pattern.splices
         }
@@ -214,6 +237,7 @@ class GraphTap:
         self._post_mix = PostMix()
         captured = {key for key, _ in pattern.captures}
         edited = {key for key, _ in (*pattern.adds, *pattern.row_edits, *pattern.splices)}
+        edited |= {(hook, layer) for hook, layer, _ in self._gates}  # their tensors are read
         only_captured = sorted(captured - edited)
         self._outputs = {
             hook: _OutputBuffer([layer for name, layer in only_captured if name == hook])
@@ -234,9 +258,11 @@ class GraphTap:
         paths |= {group.path for at, group in self.pattern.splices if at == key}
         excluded: tuple[ExcludedPath, ...] = ("none", "carry", "read")
         stages = {path: self._stages(key, path) for path in excluded}
-        return SiteRunner(
+        runner = SiteRunner(
             self._captures.get((key, False)), self._captures.get((key, True)), stages.__getitem__, paths
         )
+        runner.probes += [buffers for (*site, _), buffers in self._gates.items() if tuple(site) == key]
+        return runner
 
     def _stages(self, key: Key, excluded: ExcludedPath) -> list[EditStage]:
         """In the order of `edit.edit_stages`."""
@@ -283,6 +309,8 @@ class GraphTap:
                 self._row_edits[key, kind].fill(row_edits)
         for (key, group), uses in plan.uses.items():
             self._splices[key, group].fill(uses)
+        for number, rows_of_gates in plan.gates.by_number.items():
+            self._gates[number].fill(rows_of_gates)
 
     def end(self) -> None:
         """Called after the last site of a step: completes the capture buffer."""

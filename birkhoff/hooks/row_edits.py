@@ -25,6 +25,7 @@ from birkhoff.hooks.edit import (
     edit_rows,
     total_constant,
 )
+from birkhoff.hooks.gating import SiteGate
 
 MAX_STREAMS = 16  # columns of a buffer's mask
 PLAIN = -1  # `rank` of the sum of a row's plain adds, which comes before its other adds
@@ -42,6 +43,7 @@ class RowEditKind(NamedTuple):
     width: int  # of its vectors
     per_entry: bool = False
     renormalise: bool = False
+    gate: tuple[str, int, int] | tuple[()] = ()  # hook, layer and number of the gate buffers
 
     @property
     def is_plain(self) -> bool:
@@ -51,8 +53,27 @@ class RowEditKind(NamedTuple):
 RowEditsByKind = dict[RowEditKind, list[tuple[int, SiteEdit]]]  # rows and their edits
 
 
-def group_row_edits(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int) -> RowEditsByKind:
-    """Group the edits of one site, whose rows have `width` numbers, by kind. Plain adds of one row are summed."""
+class StepGates:
+    """The gates of a step by site and number: gates of one row at one site have different numbers."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[tuple[str, int, int], list[tuple[int, SiteGate]]] = {}
+        self._of_row: dict[tuple[tuple[str, int], int], list[SiteGate]] = {}
+
+    def number(self, gate: SiteGate, row: int) -> tuple[str, int, int]:
+        own = self._of_row.setdefault((gate.key, row), [])
+        if gate not in own:
+            own.append(gate)
+            self.by_number.setdefault((*gate.key, len(own) - 1), []).append((row, gate))
+        return *gate.key, own.index(gate)
+
+
+def group_row_edits(
+    edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int, gates: StepGates | None = None
+) -> RowEditsByKind:
+    """Group the edits of one site, whose rows have `width` numbers, by kind. Plain adds of one row are summed. Gates
+    are numbered by `gates`."""
+    gates = gates or StepGates()
     groups: RowEditsByKind = {}
     counts: dict[tuple[Op, int], int] = {}
     plain: dict[tuple[Path, int], list[SiteEdit]] = {}
@@ -74,6 +95,7 @@ def group_row_edits(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int)
                 row_edit.vector.shape[0],
                 edit.entries is not None,
                 edit.renormalise,
+                () if edit.gate is None else gates.number(edit.gate, row),
             )
             groups.setdefault(kind, []).append((row, row_edit))
     for (path, row), adds in plain.items():
@@ -85,8 +107,9 @@ def group_row_edits(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int)
 class RowEditBuffers:
     """The data of one kind of row edit, for steps of up to `rows` tokens."""
 
-    def __init__(self, kind: RowEditKind, rows: int, device: torch.device):
+    def __init__(self, kind: RowEditKind, rows: int, device: torch.device, fired: torch.Tensor | None = None):
         self.kind = kind
+        self._fired = fired
         self.numbers = torch.full((rows, kind.width + 3), -0.0, device=device)
         self.vector = self.numbers[:, : kind.width]
         self.scale, self.low, self.high = self.numbers[:, kind.width :].unbind(1)
@@ -129,6 +152,8 @@ class RowEditBuffers:
         new = changed_entries(old.float(), new, active if kind.per_entry else None, kind.renormalise)
         if kind.per_entry and kind.renormalise:
             active = active.any(1, keepdim=True)
+        if self._fired is not None:
+            active = active & self._fired[:n].view(shape)
         return torch.where(active, new.to(x.dtype), old).view(x.shape)
 
 

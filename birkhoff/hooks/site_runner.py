@@ -38,6 +38,7 @@ class SiteRunner:
     ):
         self.before = before
         self.after = after
+        self.probes: list[Callable[[torch.Tensor], None]] = []  # read the tensor before its edits
         self._stages = stages
         self._paths = frozenset(paths)
 
@@ -46,12 +47,18 @@ class SiteRunner:
         return bool(self._paths)
 
     def see(self, parts: Sequence[torch.Tensor]) -> None:
+        self._probe(parts[0])
         for capture in (self.before, self.after):
             if capture is not None:
                 capture(parts)
 
+    def _probe(self, x: torch.Tensor) -> None:
+        for probe in self.probes:
+            probe(x)
+
     def run(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
         """A site with one tensor."""
+        self._probe(x)
         if self.before is not None:
             self.before([x])
         x = self._edit(x, "none", context)
@@ -63,6 +70,7 @@ class SiteRunner:
         """A stream site: the tensor that is read and the tensor that is carried, the same one unless edits differ.
 
         Captures after the edits show the carried tensor, or the read tensor if only that is edited."""
+        self._probe(x)
         if self.before is not None:
             self.before([x])
         if self._paths <= {"both"}:

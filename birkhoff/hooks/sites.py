@@ -158,3 +158,34 @@ SITES: tuple[Site, ...] = (
     ATTN_Z,
 )
 BY_NAME: dict[str, Site] = {site.name: site for site in SITES}
+
+# The hooks of a layer in the order of the forward pass, of V4 and of ordinary models; then those after the last layer.
+_LAYER_ORDER = (
+    MHC_STREAMS_PRE_ATTN,
+    MHC_ATTN_PRE_MIX,
+    MHC_ATTN_POST_MIX,
+    MHC_ATTN_RES_MIX,
+    PRE_ATTN,
+    ATTN_Z,
+    ATTN_OUT,
+    POST_ATTN,
+    MHC_STREAMS_PRE_MLP,
+    MHC_FFN_PRE_MIX,
+    MHC_FFN_POST_MIX,
+    MHC_FFN_RES_MIX,
+    MLP_IN,
+    MOE_ROUTER_LOGITS,
+    MOE_TOPK,
+    MLP_OUT,
+    POST_MLP,
+    MHC_STREAMS_FINAL,
+    MHC_HEAD_MIX,
+    FINAL_HIDDEN,
+)
+_PLACE = {site.name: place for place, site in enumerate(_LAYER_ORDER)}
+
+
+def in_order(key: tuple[str, int]) -> tuple[int, int]:
+    """Sorts (hook, layer) by when the tensor is computed."""
+    hook, layer = key
+    return layer, _PLACE[hook]

@@ -29,6 +29,7 @@ from birkhoff.hooks.edit import (
     add_total,
     edit_stages,
 )
+from birkhoff.hooks.gating import GateRun, SiteGate
 from birkhoff.hooks.plan import Key, Plan, Span
 from birkhoff.hooks.vector_table import SENTINEL, Tables, gather
 
@@ -66,6 +67,8 @@ class StepEdits:
     tables: Tables | None = None
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
+    gates: dict[Key, list[GateRun]] = field(default_factory=dict)  # by the site that they read
+    _gate_runs: dict[tuple[SiteGate, tuple[int, ...]], GateRun] = field(default_factory=dict)
     _stages: dict[tuple[Key, ExcludedPath], list[EditStage]] = field(default_factory=dict)
     _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(default_factory=dict)
 
@@ -78,6 +81,14 @@ class StepEdits:
             for edit, _ in site.row_edits
         )
 
+    def gate_run(self, gate: SiteGate, rows: list[int]) -> GateRun:
+        """The run of a gate for these rows, one for all edits that it gates."""
+        name = (gate, tuple(rows))
+        if name not in self._gate_runs:
+            self._gate_runs[name] = GateRun(gate, rows)
+            self.gates.setdefault(gate.key, []).append(self._gate_runs[name])
+        return self._gate_runs[name]
+
     def stages(self, key: Key, excluded: ExcludedPath) -> list[EditStage]:
         """The edits of a site in their order, without those of the excluded path."""
         stages = self._stages.get((key, excluded))
@@ -86,7 +97,7 @@ class StepEdits:
             paths = tuple(path for path in sorted(site.table_paths) if path != excluded)
             row_edits = [(edit, rows) for edit, rows in site.row_edits if edit.path != excluded]
             table_adds = partial(self._add_rows, key, paths) if paths else None
-            stages = self._stages[key, excluded] = edit_stages(row_edits, table_adds)
+            stages = self._stages[key, excluded] = edit_stages(row_edits, table_adds, self.gate_run)
         return stages
 
     def _add_rows(
@@ -199,6 +210,8 @@ class StepEditBuilder:
                     continue
                 edit = edit.at([active.span.start + offset for offset in active.offsets])
             rows = rows or active.rows
+            if isinstance(edit, SiteEdit) and edit.gate is not None:
+                step.gate_run(edit.gate, rows)
             step.sites.setdefault(key, SiteEdits()).row_edits.append((edit, rows))
 
     def _index_tables(

@@ -8,6 +8,7 @@ rank has a planner: `layers` are those the rank computes, `file_options` carry i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import SignalJob
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.sae.feature_edits import ResolvedSae
+from birkhoff.sae.feature_gate import feature_gate
 from birkhoff.sae.resolver import SaeResolver, split_edits
 from birkhoff.sae.sae_fields import PARSERS
 from birkhoff.steering.modules import Identity
@@ -57,6 +59,7 @@ class RequestPlanner:
         self.steering = SteeringResolver(schema, num_layers, identity, Tables(device))
         self.steering.parsers |= PARSERS
         self.saes = SaeResolver(schema, num_layers, device)
+        self.steering.features = partial(feature_gate, self.saes.registry)
 
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, those of all requests included, resolved against the model. Immutable: choices share

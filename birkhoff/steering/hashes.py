@@ -31,10 +31,15 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
     scale = b"" if edit.scale == 1 else number(edit.scale)
     bounds = framed(number(edit.low), number(edit.high)) if edit.op in ("clamp", "bound") else b""
     patched = b"" if edit.positions is None else np.asarray(edit.positions, "<i8").tobytes()
-    mixer = []
+    more: list[bytes] = []  # what most edits do not have
     if edit.entries is not None or edit.renormalise:
         entries = b"" if edit.entries is None else np.asarray(edit.entries, "<i8").tobytes()
-        mixer = [entries, bytes([edit.renormalise])]
+        more = [entries, bytes([edit.renormalise])]
+    if edit.gate is not None:
+        gate = edit.gate
+        numbers = (gate.bias, gate.low, gate.high)
+        site = framed(gate.key[0].encode(), str(gate.key[1]).encode(), float32_bytes(gate.direction))
+        more = [*(more or [b"", b""]), framed(site, *map(number, numbers))]
     content = framed(
         hook.encode(),
         str(layer).encode(),
@@ -46,7 +51,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
         bounds,
         positions,
         patched,
-        *mixer,
+        *more,
     )
     return DigestPart(edit.op, content)
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from birkhoff.errors import RequestError, SteeringError
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
+from birkhoff.steering.gated_edits import FeatureGate, Gate, TokenTexts
 from birkhoff.steering.modules import Identity, NamedVectors
 from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.steering_fields import Parser, parse_steering
@@ -39,6 +41,8 @@ class SteeringResolver:
             str, Mapping[tuple[str, int], Any]
         ] = {}  # captured rows by name of the run, for patches
         self.parsers: dict[str, Parser] = {}  # parsers of the SAE fields
+        self.features: FeatureGate | None = None  # gates by features of attached dictionaries
+        self.token_texts: TokenTexts | None = None  # for gates by classes of tokens
         self._for_all: list[
             tuple[Any, ...]
         ] = []  # the global tier: one entry per open `engine.steering` block
@@ -109,12 +113,18 @@ class SteeringResolver:
             if isinstance(edit, VectorEdit) and isinstance(edit.vector, str):
                 module = self.modules.get(edit.vector)
                 parts = module.edits(edit) if isinstance(module, SteeringModule) else [edit]
+            when = getattr(edit, "when", None)
+            gate = None if when is None else self._gate(when)
             for part in parts:
-                yield part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
+                resolved = part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
+                yield resolved if gate is None else resolved.gated(gate, when)  # type: ignore[attr-defined]
         except RequestError as error:
             if path:
                 raise SteeringError(str(error), path) from None
             raise
+
+    def _gate(self, when: Gate) -> SiteGate | frozenset[int]:
+        return when.resolve(self._schema, self._num_layers, self.modules, self.features, self.token_texts)
 
     def table(self, edits: Sequence[Edit]) -> TableRows | None:
         """Table rows for the vectors these edits add, not yet reserved; None if they add none."""

@@ -46,7 +46,7 @@ OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch
 OTHERS: Mapping[str, tuple[type[RequestEdit], tuple[str, ...]]] = {
     "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase"))
 }
-_COMMON = ("op", "at", "scale", "streams", "where", "phase", "path")
+_COMMON = ("op", "at", "scale", "streams", "where", "phase", "path", "when")
 _OWN = {
     "add": ("vector", "norm_match"),
     "project": ("vector", "strength"),
@@ -178,7 +178,7 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
     at = _at(raw, ("hook", "layers"), path)
     options = {
         name: raw[name]
-        for name in ("scale", "streams", "where", "phase", "path")
+        for name in ("scale", "streams", "where", "phase", "path", "when")
         if raw.get(name) is not None
     }
     options |= {

@@ -15,18 +15,21 @@ those the sublayer reads, those carried past it, or both. `resolve` returns the 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
-from birkhoff.hooks.digest import DigestPart, Phase
+from birkhoff.hooks.digest import DigestPart, Phase, framed
 from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import LayerSelector, is_list
 from birkhoff.hooks.phases import PHASES, every_generated, offsets
 from birkhoff.hooks.plan import Key
@@ -34,6 +37,7 @@ from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.option_checks import as_int
+from birkhoff.steering.gated_edits import Gate, check_order
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
@@ -58,6 +62,7 @@ class VectorEdit(RequestEdit):
     where: Any = None
     phase: str = "both"
     path: str = "both"
+    when: Gate | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -67,6 +72,8 @@ class VectorEdit(RequestEdit):
         self._parse(path=PATHS)
         put(self, "scale", finite_number(self.scale, "scale"))
         put(self, "streams", _streams(self.streams))
+        if self.when is not None:
+            put(self, "when", Gate.parse(self.when))
         self._check()
 
     def _check(self) -> None:
@@ -450,17 +457,36 @@ class ResolvedEdit:
     positions: frozenset[int] | None = None
     prompt_len: int = 0
     renormalised: bool = False  # its mixers are made doubly stochastic
+    tokens: frozenset[int] | None = None  # only these token ids
+    gate_report: Mapping[str, Any] | None = None
+
+    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedEdit:
+        """The edit where a gate is open."""
+        if isinstance(gate, frozenset):
+            return replace(self, tokens=gate, gate_report={"tokens": len(gate)})
+        for key in self.sites:
+            check_order(gate, key)
+        operations = {id(site): replace(site, gate=gate) for site in self.sites.values()}
+        fields = ("module", "feature", "above", "below")
+        report = {name: getattr(when, name) for name in fields if getattr(when, name) is not None}
+        return replace(
+            self,
+            sites={key: operations[id(site)] for key, site in self.sites.items()},
+            gate_report={"reads": f"{gate.key[0]}[{gate.key[1]}]", **report},
+        )
 
     @property
     def generated(self) -> bool | None:
         every = every_generated(self.phase, self.selector)
-        return every if self.positions is None or every is False else None
+        return every if (self.positions is None and self.tokens is None) or every is False else None
 
     def describe(self) -> dict[str, Any]:
-        """Of an edited mixer [from, to]: whether the edit leaves it doubly stochastic."""
+        """Of an edited mixer [from, to]: whether the edit leaves it doubly stochastic. Of a gate: what it reads."""
         mixers = [key for key in self.sites if key[0].endswith("_res_mix")]
-        if not mixers:
-            return {}
+        gates = {} if self.gate_report is None else {"gates": self.gate_report}
+        return gates | (self._mixers(mixers) if mixers else {})
+
+    def _mixers(self, mixers: Sequence[Key]) -> dict[str, Any]:
         return {
             "mixers": {
                 "sites": [f"{hook}[{layer}]" for hook, layer in mixers],
@@ -479,10 +505,15 @@ class ResolvedEdit:
         signature = b"" if self.selector is None else self.selector.signature(phase)
         if signature is None:
             return ()
+        if self.tokens is not None:
+            ids = np.asarray(sorted(self.tokens), "<i8").tobytes()
+            signature = framed(signature, hashlib.sha256(ids).digest())
         return [site_part(key, edit, signature) for key, edit in self.sites.items()]
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
+        if self.tokens is not None:
+            selected = [offset for offset in selected if int(token_ids[offset]) in self.tokens]
         if self.positions is None:
             return selected
         return [offset for offset in selected if start + offset in self.positions]

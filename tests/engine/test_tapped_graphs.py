@@ -18,6 +18,7 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.routing import ExpertUse, RouterHost
 from birkhoff.hooks.sites import SITES
@@ -62,9 +63,16 @@ def expert_use(seed: int) -> ExpertUse:
     return ExpertUse(numbers, RouterHost(count, SHORT.num_experts_per_tok))
 
 
+def gated(seed: int, hook: str, layer: int, width: int) -> SiteEdit:
+    """A patch of the tokens whose rows at another site point one way."""
+    return SiteEdit(
+        "patch", vector(D, seed), 0.5, gate=SiteGate((hook, layer), vector(width, seed + 7), low=0.0)
+    )
+
+
 def edits(seed: int):
-    """Additions, a patched output, a clamped input, streams edited on the read path only, mixers, and routers: one
-    hash-routed, one not."""
+    """Additions, a patched output, a clamped input, streams edited on the read path only, mixers, routers (one
+    hash-routed, one not), and gated patches."""
     unit = vector(D, seed) / vector(D, seed).norm()
     return [
         Everywhere(
@@ -94,6 +102,8 @@ def edits(seed: int):
             }
         ),
         Everywhere({("moe_topk", layer): expert_use(seed) for layer in range(LAYERS)}),
+        Everywhere({("mlp_out", 0): gated(seed, "mhc_streams_pre_attn", 0, M * D)}),
+        Everywhere({("pre_attn", 1): gated(seed, "moe_router_logits", 0, SHORT.n_routed_experts)}),
     ]
 
 
@@ -199,7 +209,8 @@ def answers(model, name: str, widths) -> tuple[list[list[int]], list[CaptureJob]
 
 def test_an_engine_steers_and_captures_with_graphs(model):
     sizes = {"d": D, "md": M * D, "m": M, "mm": M * M, "k2": 2 * SHORT.num_experts_per_tok}
-    widths = {site.name: sizes[site.shape] for site in SITES if site.editable and not site.absent}
+    sizes["E"] = SHORT.n_routed_experts
+    widths = {site.name: sizes[site.shape] for site in SITES if not site.absent}
     (plain, plain_jobs), (actual, actual_jobs) = (
         answers(model, name, widths) for name in ("reference", "triton")
     )

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, ExpertSet, Patch, Project, SaeReconstruct, SaeSet, Scale
+from birkhoff import Add, Capture, Clamp, ExpertSet, Gate, Patch, Project, SaeReconstruct, SaeSet, Scale
 from birkhoff.analysis.contrast import contrast_rows, vector_of
 from birkhoff.capture.store.reader import read_request
 from tests.cli.conftest import ROOT
@@ -113,6 +113,36 @@ CASES = {
             Patch("identity", "mhc_res_mix", "all"),
             Scale(0, "mhc_pre_mix", [3], streams=[2]),
             Clamp(None, "mhc_post_mix", [1], max=0.5),
+        ],
+    ),
+    "gates": (
+        {
+            "interventions": [
+                {
+                    "op": "add",
+                    "at": {"hook": OUT, "layers": [4]},
+                    "vector": "@narrow",
+                    "scale": 3.0,
+                    "when": {"vector": NARROW.tolist(), "hook": OUT, "layer": 2, "above": 0.0},
+                },
+                {
+                    "op": "scale",
+                    "at": {"hook": OUT, "layers": [5]},
+                    "factor": 0,
+                    "when": {"module": "delta", "feature": 3, "above": 0.1},
+                },
+                {
+                    "op": "scale",
+                    "at": {"hook": OUT, "layers": [1]},
+                    "factor": 2,
+                    "when": {"tokens": "letters"},
+                },
+            ]
+        },
+        [
+            Add("narrow", OUT, [4], 3.0, when=Gate(NARROW, OUT, 2, above=0.0)),
+            Scale(0, OUT, [5], when=Gate(module="delta", feature=3, above=0.1)),
+            Scale(2, OUT, [1], when=Gate(tokens="letters")),
         ],
     ),
     "experts": (

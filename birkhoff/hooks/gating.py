@@ -1,0 +1,85 @@
+"""Gates: an edit applies to a token only where a probe fires.
+
+A probe reads the row of its site before the edits there: score = row . direction + bias, and it fires where
+low < score < high. It reads the same token as the edit, at the site of the edit or earlier in the forward pass
+(`sites.in_order`). Which tokens have which probe is data: eager steps score the rows that an edit names, recorded steps
+all rows with buffers of fixed shape. Both use `fires`, whose sums do not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from birkhoff.hooks.edit import row_sum
+
+Address = tuple[str, int]  # hook, layer
+
+
+@dataclass(frozen=True, eq=False)
+class SiteGate:
+    """A probe at one site: `direction` [width] float32."""
+
+    key: Address
+    direction: torch.Tensor
+    bias: float = 0.0
+    low: float = -torch.inf
+    high: float = torch.inf
+
+
+def fires(
+    x: torch.Tensor,
+    direction: torch.Tensor,
+    bias: float | torch.Tensor,
+    low: float | torch.Tensor,
+    high: float | torch.Tensor,
+) -> torch.Tensor:
+    """Rows x [n, width] -> [n, 1] bool; the other arguments broadcast against [n, width] or [n, 1]."""
+    score = row_sum(x.float() * direction) + bias
+    return (score > low) & (score < high)
+
+
+class GateRun:
+    """One gate for some rows of an eager step; `fired` [rows, 1] after its site was reached."""
+
+    def __init__(self, gate: SiteGate, rows: Sequence[int]):
+        self.gate = gate
+        self._rows = rows
+        self._data: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._fired: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> None:
+        gate = self.gate
+        if self._data is None:
+            self._data = torch.tensor(self._rows, device=x.device), gate.direction.to(x.device)
+        rows, direction = self._data
+        self._fired = fires(x.index_select(0, rows).flatten(1), direction, gate.bias, gate.low, gate.high)
+
+    @property
+    def fired(self) -> torch.Tensor:
+        assert self._fired is not None, "a probe stands before the edits that it gates"
+        return self._fired
+
+
+class GateBuffers:
+    """The gates of recorded steps at one site, at most one for each of `rows` rows."""
+
+    def __init__(self, width: int, rows: int, device: torch.device):
+        self.numbers = torch.zeros(rows, width + 3, device=device)
+        self.fired = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+
+    def fill(self, gates: Sequence[tuple[int, SiteGate]]) -> None:
+        """Set the rows with a gate, replacing those before; the others do not fire."""
+        numbers = torch.zeros(self.numbers.shape)
+        numbers[:, -2] = torch.inf
+        for row, gate in gates:
+            numbers[row, :-3] = gate.direction.cpu()
+            numbers[row, -3:] = torch.tensor([gate.bias, gate.low, gate.high])
+        self.numbers.copy_(numbers)
+
+    def __call__(self, x: torch.Tensor) -> None:
+        n = len(x)
+        direction, (bias, low, high) = self.numbers[:n, :-3], self.numbers[:n, -3:].split(1, dim=1)
+        self.fired[:n].copy_(fires(x.flatten(1), direction, bias, low, high))

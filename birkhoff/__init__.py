@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from birkhoff import mhc as mhc
+    from birkhoff import plot as plot
     from birkhoff.api.engine import Engine as Engine
     from birkhoff.api.load import load as load
     from birkhoff.api.options import EngineOptions as EngineOptions
@@ -54,6 +55,7 @@ __all__ = [
     "Trace",
     "load",
     "mhc",
+    "plot",
 ]
 
 _HOMES = {
@@ -95,8 +97,8 @@ def _warn_of_other_package() -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name == "mhc":
-        return importlib.import_module("birkhoff.mhc")
+    if name in ("mhc", "plot"):
+        return importlib.import_module(f"birkhoff.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'birkhoff' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"birkhoff.{_HOMES[name]}"), name)

@@ -161,10 +161,13 @@ class NotebookBar:
         return f"<div>{escape(self._label)} <progress {share}></progress> {count}, {seconds:.1f} s</div>"
 
 
-def _display() -> Any:
-    """IPython's display functions if this is a notebook kernel."""
+def in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return (
-        sys.modules.get("IPython.display") if hasattr(shell, "kernel") else None
-    )  # every kernel has imported it
+    return hasattr(shell, "kernel")
+
+
+def _display() -> Any:
+    """IPython's display functions if this is the kernel of a notebook, which has imported them."""
+    return sys.modules.get("IPython.display") if in_kernel() else None

@@ -24,7 +24,7 @@ FLOORS = [
     "output trace vllm",
     "analysis",
     "api",
-    "server web convert validate",
+    "server web convert validate plot",
     "cli",
 ]
 SHARED = {

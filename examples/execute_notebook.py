@@ -1,13 +1,15 @@
 """Execute the code cells of a notebook in order and store what they print: `python examples/execute_notebook.py
 FILE...`.
 
-Needs no Jupyter. Each notebook runs in a namespace of its own; standard output and the repr of a final expression
-become the cell's outputs. With `--check` nothing is written and a failing cell ends the run with status 1.
+Needs no Jupyter. Each notebook runs in a namespace of its own; standard output and the final expression (its repr, its
+HTML, or the picture of a Matplotlib figure) become the cell's outputs. With `--check` nothing is written and a failing
+cell ends the run with status 1.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import json
@@ -31,11 +33,24 @@ def run_cell(source: str, namespace: dict[str, Any]) -> list[dict[str, Any]]:
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": text})
     if value is not None:
-        data = {"text/plain": repr(value).splitlines(keepends=True)}
+        data = display_data(value)
         outputs.append(
             {"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data}
         )
     return outputs
+
+
+def display_data(value: Any) -> dict[str, Any]:
+    """What a notebook keeps of a value: its repr and, where it has them, its HTML or its picture."""
+    data: dict[str, Any] = {"text/plain": repr(value).splitlines(keepends=True)}
+    html = value._repr_html_() if hasattr(value, "_repr_html_") else None
+    if html is not None:
+        data["text/html"] = html.splitlines(keepends=True)
+    if hasattr(value, "savefig"):
+        picture = io.BytesIO()
+        value.savefig(picture, format="png", dpi=80)
+        data["image/png"] = base64.b64encode(picture.getvalue()).decode()
+    return data
 
 
 def execute(path: Path) -> dict[str, Any]:

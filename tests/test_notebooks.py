@@ -16,7 +16,13 @@ NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} >= {"first_look", "steering"}
+    assert {path.stem for path in NOTEBOOKS} >= {
+        "first_look",
+        "patching",
+        "steering_sweep",
+        "features",
+        "own_checkpoint",
+    }
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -38,3 +44,6 @@ def test_a_notebook_is_stored_with_its_outputs(path):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert sum(bool(cell["outputs"]) for cell in cells) >= len(cells) - 2
     assert not [o for cell in cells for o in cell["outputs"] if o["output_type"] == "error"]
+    shown = [kind for cell in cells for o in cell["outputs"] for kind in o.get("data", ())]
+    assert "text/html" in shown and "image/png" in shown
+    assert path.stat().st_size < 600_000

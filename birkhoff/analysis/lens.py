@@ -113,6 +113,9 @@ class Lens:
         texts = None if self._decode is None else self._decode([token])
         return str(token) if texts is None else texts[0]
 
+    def __repr__(self) -> str:
+        return f"Lens({len(self.token_ids)} tokens, {self.depths} depths, views {self.views})"
+
     def _repr_html_(self) -> str:
         chances, texts, depths = self.table()
         shown = len(chances[0])

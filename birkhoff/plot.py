@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from birkhoff.analysis.patching import PatchSweep
     from birkhoff.trace import Trace
 
+LONGEST_LABEL = 24  # characters
 MIXERS = ("mhc_attn_res_mix", "mhc_ffn_res_mix")
 
 
@@ -179,5 +180,6 @@ def _label(value: Any) -> str:
     from matplotlib import font_manager
 
     text = str(value).replace("\n", "\\n").replace("\t", "\\t")
+    text = text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 1]}…"
     known = font_manager.get_font(font_manager.findfont("DejaVu Sans")).get_charmap()
     return "".join(letter if ord(letter) in known else "\u25a1" for letter in text).replace("$", r"\$")

@@ -9,7 +9,7 @@ TESTS := $(VENV)/.tests
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-page test-vllm check bench fuzz audit release clean
+.PHONY: help demo serve test test-all test-page test-vllm check bench fuzz audit release reference clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make fuzz      attack bodies, connections and files for SECONDS (60)"
 	@echo "make audit     list dependencies with known advisories"
 	@echo "make release   build the wheel and write its bill of materials to dist/"
+	@echo "make reference build the API reference into site/"
 	@echo "make check     run the linter, the formatter's check and mypy"
 	@echo "make bench     measure speed on this machine beside transformers"
 	@echo "make serve     start the HTTP server with the embedded model"
@@ -87,6 +88,9 @@ audit: $(RUNS)
 release: $(RUNS)
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m tests.supply_chain sbom dist/sbom.cdx.json
+
+reference: $(TESTS)
+	$(BIN)/python docs/reference.py site
 
 check: $(TESTS)
 	$(BIN)/ruff check birkhoff tests training examples

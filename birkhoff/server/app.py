@@ -90,6 +90,25 @@ def build_app(
     load_options: Mapping[str, Any],
 ) -> ASGIApp:
     """Build the application. `load_options` are the options the engine is loaded with; they name the model."""
+    app, links = _routed_app(settings, async_engine, metrics, access_log, load_options)
+    return Middleware(app, settings, metrics, access_log, links)
+
+
+def openapi_document() -> dict[str, Any]:
+    """The document of `/openapi.json` with default settings; no model is loaded."""
+    settings, metrics = ServerSettings(), Metrics()
+    engine = AsyncEngine(settings, metrics)
+    return _routed_app(settings, engine, metrics, AccessLog(settings.log), {})[0].openapi()
+
+
+def _routed_app(
+    settings: ServerSettings,
+    async_engine: AsyncEngine,
+    metrics: Metrics,
+    access_log: AccessLog,
+    load_options: Mapping[str, Any],
+) -> tuple[FastAPI, SignedLinks]:
+    """The application with all its routes, without the middleware."""
     names = [name.strip() for name in settings.served_name.split(",") if name.strip()]
     names = names or [PurePath(str(load_options.get("model", "nano"))).name]
     context = ServingContext(settings, async_engine, access_log, tuple(names))
@@ -104,7 +123,7 @@ def build_app(
     docs = DocsPage(app.openapi)
     routes.get("/docs", docs.page, "API page", "All routes with their bodies and examples.", "text/html")
     routes.finish()
-    return Middleware(app, settings, metrics, access_log, links)
+    return app, links
 
 
 def _add_service_routes(routes: RouteRegistry, context: ServingContext, metrics: Metrics) -> None:

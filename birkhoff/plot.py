@@ -26,7 +26,7 @@ MIXERS = ("mhc_attn_res_mix", "mhc_ffn_res_mix")
 
 def film_strip(trace: Trace, position: int = -1) -> Any:
     """The mixers of one token in every layer: attention above, experts below, each [from, to] from 0 to 1."""
-    missing = [hook for hook in MIXERS if hook not in trace]
+    missing = [hook for hook in MIXERS if not trace.layers(hook)]
     if missing:
         raise SiteError(
             f"the trace has no {', '.join(missing)}. Trace them: engine.trace(prompt, hooks={list(MIXERS)})."

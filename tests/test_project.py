@@ -64,7 +64,7 @@ def test_the_version_is_defined_once():
 
 
 def test_public_names_are_complete():
-    assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc"} == set(
+    assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc", "plot"} == set(
         birkhoff.__all__
     )
     for name in birkhoff.__all__:

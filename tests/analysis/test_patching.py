@@ -191,7 +191,7 @@ def test_refusals(engine, clean):
             "where selects position 8",
             lambda: engine.patch([*CORRUPT, 1, 2], clean, "mlp_out", [1], where=[8]),
         ),
-        (SteeringError, "capture-only", lambda: engine.patch(CORRUPT, clean, "moe_topk", [1])),
+        (SteeringError, "takes experts, not patch", lambda: engine.patch(CORRUPT, clean, "moe_topk", [1])),
         (
             SteeringError,
             "align is 'words'",

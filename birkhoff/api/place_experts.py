@@ -64,7 +64,7 @@ def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) ->
     if experts_on == "gpu" or not native.available() or bool(store.resident().all()):
         return
     config = network.config
-    types = [stack.types for stack in network.expert_stacks() if stack.types is not None]
+    types = network.stored_expert_types()
     with torch.inference_mode():
         rates = measure_rates(store, types, config.hidden_size, config.moe_intermediate_size)
         on_cpu = experts_on == "cpu" or rates.favours_cpu

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from birkhoff.bench.report import Row, facts, significant, summary
-from birkhoff.bench.synthetic import filled_state, random_on_device
+from birkhoff.bench.synthetic import WeightTypes, filled_state, random_on_device
 from birkhoff.bench.timing import (
     capture_graph,
     cuda_seconds,
@@ -63,9 +63,17 @@ def reading_speed(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], steps: int, fast: bool) -> Row:
+def agreement(
+    config: V4Config,
+    device: torch.device,
+    lengths: Sequence[int],
+    steps: int,
+    fast: bool | None,
+    types: WeightTypes | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Row:
     """Prefill prompts of `lengths` tokens with the reference path, then decode `steps` tokens with both paths."""
-    model = random_on_device(config, device, seed=1)
+    model = random_on_device(config, device, seed=1, types=types, dtype=dtype)
     rows = len(lengths)
     tokens = torch.randint(config.vocab_size, (rows, max(lengths) + steps))
     states = [
@@ -96,6 +104,7 @@ def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], st
         "kind": "agreement",
         "layers": config.num_hidden_layers,
         "fast": fast,
+        "kernels": decoder.kernels.name,
         "prompt_tokens": list(lengths),
         "steps": steps,
         "error_median": significant(sorted_errors[len(sorted_errors) // 2]),
@@ -328,7 +337,10 @@ def floor_bytes(decoder: Decoder, buffers: DecodeBuffers) -> dict[str, float]:
     """Bytes a step must read by class of kernel; as many experts per layer as the last layer of this step used."""
     c, layers = decoder.config, decoder.layers
     used = int((buffers.expert_slots[:, 2] > 0).sum())
-    expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
+    inner, width = c.moe_intermediate_size, c.hidden_size
+    experts = sum(
+        2 * w.expert_types[0].nbytes(inner, width) + w.expert_types[1].nbytes(width, inner) for w in layers
+    )
     # read, written, read again, output, input
     streams = buffers.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)
     keys = {
@@ -339,7 +351,7 @@ def floor_bytes(decoder: Decoder, buffers: DecodeBuffers) -> dict[str, float]:
         "products": sum(r.nbytes for w in layers for part in ATTENTION_WEIGHTS for r in getattr(w, part))
         + decoder.head.nbytes,
         "router and shared expert": sum(w.router.nbytes + w.shared_gate_up.nbytes for w in layers),
-        "experts": len(layers) * used * expert + sum(w.shared_down.nbytes for w in layers),
+        "experts": used * experts + sum(w.shared_down.nbytes for w in layers),
         "boundary": (2 * len(layers) + 1) * (24 * 4 * c.hidden_size * 4 + streams),
         "attention": sum(keys[w.ratio] for w in layers),
     }

@@ -4,7 +4,9 @@
 experts exchanged between steps; the logits must be equal. `bus`: copy speed of experts. `placement`: tokens per second
 at a fraction of hot experts, selected at random and by usage, with skewed routing; `limit` is the time of the counted
 reads at the measured bandwidths of device and bus, one after the other. `moving`: steps while experts are exchanged.
-`chunk`: a prefill chunk whose cold experts are staged. Everything also runs on a CPU, for the tests.
+`chunk`: a prefill chunk whose cold experts are staged. `rates` and `cpu experts`: the rates that `experts_on="auto"`
+decides by, and the same steps with the cold experts computed on the CPU, compared with those of the GPU. Everything
+also runs on a CPU, for the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from functools import partial
 
 import torch
 
-from birkhoff.bench.decode import device_facts, reading_speed, set_inputs
+from birkhoff.bench.decode import TOLERANCE, device_facts, reading_speed, set_inputs
 from birkhoff.bench.report import Row, facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.bench.timing import capture_graph, cuda_seconds, median, milliseconds, release_memory
@@ -26,11 +28,13 @@ from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
 from birkhoff.engine.memory_plan import default_cache_bytes, plan_budget, weight_bytes
 from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels.packed import native
 from birkhoff.kernels.select import Choice
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_store import ExpertId, ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
+from birkhoff.offload.host_experts import measure_rates
 from birkhoff.offload.placement import Placement
 
 SKEW = 0.12  # of a score per logarithm of rank; the scores of random weights have a spread of about 0.25
@@ -259,6 +263,47 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
     }
 
 
+@torch.inference_mode()
+def cpu_rows(
+    model: Transformer, store: ExpertStore, batches: Sequence[int], context: int, count: int, reading: float
+) -> Iterator[Row]:
+    """Cold experts on the CPU: measured rates, then a step of each batch size on both sides and its speed. The model's
+    decode steps keep them there."""
+    config, device, dtype = model.config, store.device, model.numerics.dtype
+    types = model.stored_expert_types()
+    rates = measure_rates(store, types, config.hidden_size, config.moe_intermediate_size)
+    yield {
+        "kind": "rates",
+        "cpu_bytes_per_second": significant(rates.cpu),
+        "bus_bytes_per_second": significant(rates.bus),
+        "favours_cpu": rates.favours_cpu,
+        "threads": torch.get_num_threads(),
+    }
+    states = {batch: filled_state(config, batch, context, device, dtype) for batch in batches}
+
+    def one_step(batch: int) -> torch.Tensor:
+        decoder = Decoder(model, states[batch])
+        buffers = decoder.buffers(batch, context + 1)
+        set_inputs(buffers, [5 + row for row in range(batch)], [context] * batch)
+        return decoder.step(buffers).clone()
+
+    on_gpu = {batch: one_step(batch) for batch in batches}
+    if not model.compute_cold_experts_on_host():
+        yield {"kind": "cpu experts", "passed": False}
+        return
+    for batch in batches:
+        error = (one_step(batch) - on_gpu[batch]).norm() / on_gpu[batch].norm()
+        steps = PlacedSteps(Decoder(model, states[batch]), batch, context)
+        row = speed_row(steps, count, weight_bytes(config).read, (reading, rates.cpu))
+        yield row | {
+            "kind": "cpu experts",
+            "hot": hot_share(store),
+            "error": significant(float(error)),
+            "passed": float(error) < TOLERANCE,
+        }
+        del steps
+
+
 class _AlwaysExchange(ExpertUsage):
     """Always proposes exchanges of cold for hot experts."""
 
@@ -347,6 +392,9 @@ def bench_placement(
         for row in placement_rows(model, store, batches, context, count, (reading, bus_rate)):
             yield common_row | row
         yield common_row | chunk_row(model, store, chunk, bus_rate)
+        if native.available():
+            for row in cpu_rows(model, store, batches, context, count, reading):
+                yield common_row | row
         del model, store
         release_memory()
 

@@ -1,9 +1,9 @@
 """Random models of full width, created in device memory without any file.
 
 Quantised matrices are random codes with scales such that products preserve the scale of their inputs; the rest is
-stored as in the release. If the experts do not fit the device, layers beyond `distinct` reuse the expert weights of
-the first layers. A step still reads as many bytes, since the experts of one layer have left the caches by the time
-another layer reads them.
+stored as in the release. Other packed types may be given. If the experts do not fit the device, layers beyond
+`distinct` reuse the expert weights of the first layers. A step still reads as many bytes, since the experts of one
+layer have left the caches by the time another layer reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.kernels.packed import TYPES, PackedType, dequantise
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
@@ -24,6 +25,10 @@ from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the random codes
+# First bytes of the float16 numbers in a block; MXFP4 has an exponent instead.
+_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+
+WeightTypes = tuple[PackedType, PackedType, PackedType]  # of gate and up, of down, of the other projections
 
 
 def random_on_device(
@@ -34,12 +39,16 @@ def random_on_device(
     dtype: torch.dtype = torch.bfloat16,
     kernels: Choice = "reference",
     mtp: bool = False,
+    types: WeightTypes | None = None,
 ) -> Transformer:
     """A packed model with random weights; `distinct` layers have their own expert weights. `mtp` includes the MTP
-    block."""
+    block. `types` are by default those of the release."""
     torch.manual_seed(seed)
+    numerics = Numerics(dtype, kernels=select(kernels))
     with torch.device("meta"):
-        model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=mtp).eval()
+        model = Transformer(config, numerics, packed=types is None, mtp=mtp).eval()
+        if types is not None:
+            model.store_as(_types_by_name(model, types))
     stacks: list[dict[str, torch.Tensor]] = []
     expert_modules = [module for module in model.modules() if isinstance(module, Experts)]
     for index, experts in enumerate(expert_modules):
@@ -107,13 +116,59 @@ def skew_routing(model: Transformer, strength: float) -> None:
             gate.tid2eid.copy_(samples.to(torch.int32))
 
 
+def _types_by_name(model: Transformer, types: WeightTypes) -> dict[str, PackedType]:
+    """The type of every matrix: projections as given, what computes in float32 as bfloat16."""
+    named = {}
+    for destination in model.destinations():
+        if isinstance(destination.owner, Experts):
+            named[destination.name] = types[destination.name.endswith("w2.weight")]
+        elif isinstance(destination.owner, Linear):
+            named[destination.name] = types[2] if destination.owner.role == "fp8" else TYPES["BF16"]
+    return named
+
+
 def _expert_stack(module: Experts, device: torch.device) -> dict[str, torch.Tensor]:
+    assert module.types is not None
     tensors = {}
-    for name, inner in (("gate_up", module.gate_up.shape[-1] * 2), ("down", module.down.shape[-1] * 2)):
-        shape, scale = module._buffers[name].shape, module._buffers[f"{name}_scale"].shape  # type: ignore[union-attr]
-        tensors[name] = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
-        tensors[f"{name}_scale"] = _scales(scale, inner**-0.5 / _FP4_SPREAD, device)
+    for name, kind, inner in zip(("gate_up", "down"), module.types, (module.hidden, module.inner)):
+        codes = module.get_buffer(name)
+        tensors[name] = random_codes(kind, codes, inner, device)
+        if kind.tile is not None:
+            shape = module.get_buffer(f"{name}_scale").shape
+            tensors[f"{name}_scale"] = _scales(shape, inner**-0.5 / _spread_of(kind), device)
     return tensors
+
+
+def _spread_of(kind: PackedType) -> float:
+    return _FP8_SPREAD if kind.name == "FP8" else _FP4_SPREAD
+
+
+def random_codes(kind: PackedType, like: torch.Tensor, inner: int, device: torch.device) -> torch.Tensor:
+    """Random codes of the shape and dtype of `like`, rows of `inner` columns. Types with their scales in the codes have
+    values of standard deviation `inner ** -0.5`."""
+    if kind.name == "FP8":
+        codes = torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_SPREAD)
+        return codes.clamp_(-448, 448).to(torch.float8_e4m3fn)
+    if kind.dtype is not None:
+        shape = (*like.shape[:-1], like.shape[-1] // kind.dtype.itemsize)
+        values = torch.empty(shape, dtype=kind.dtype, device=device).normal_(0, inner**-0.5)
+        return values.view(torch.uint8)
+    codes = torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device)
+    if kind.tile is None:
+        blocks = codes.view(-1, kind.block_bytes)
+        sample = blocks[:64].clone()
+        _write_steps(kind, sample, 0.01)
+        _write_steps(kind, blocks, 0.01 * inner**-0.5 / float(dequantise(kind, sample).std()))
+    return codes.view(like.dtype)
+
+
+def _write_steps(kind: PackedType, blocks: torch.Tensor, step: float) -> None:
+    """Set the scales of blocks to random numbers around `step`."""
+    if kind.name == "MXFP4":
+        blocks[:, 0] = 127 + math.floor(math.log2(step))
+    for first in _HALVES.get(kind.name, (0,)):
+        steps = step * (0.5 + torch.rand(len(blocks), 1, device=blocks.device))
+        blocks[:, first : first + 2] = steps.half().view(torch.uint8)
 
 
 def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Tensor:
@@ -129,12 +184,13 @@ def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
         values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(mean, spread)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
     for name, tensor in list(module.named_buffers(recurse=False)):
-        if name == "codes":
-            codes = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_SPREAD)
-            module._buffers[name] = codes.clamp_(-448, 448).to(torch.float8_e4m3fn)
-        elif name == "scale":
-            inner = module._buffers["codes"].shape[1]  # type: ignore[union-attr]
-            module._buffers[name] = _scales(tensor.shape, inner**-0.5 / _FP8_SPREAD, device)
+        if name in ("codes", "scale"):
+            assert isinstance(module, Linear) and module.code_type is not None
+            kind, inner = module.code_type, module.fan_in
+            if name == "codes":
+                module._buffers[name] = random_codes(kind, tensor, inner, device)
+            else:
+                module._buffers[name] = _scales(tensor.shape, inner**-0.5 / _spread_of(kind), device)
         else:
             assert name == "tid2eid", name
             rows = torch.rand(tensor.shape[0], config.n_routed_experts, device=device).argsort(-1)
@@ -144,7 +200,8 @@ def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
 def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, float, torch.dtype]:
     """Standard deviation, mean and dtype of an unquantised tensor; matrices are bfloat16 as in the release."""
     if isinstance(module, Linear):
-        return tensor.shape[1] ** -0.5 * (1.5 if tensor.shape[0] > 100_000 else 1.0), 0.0, torch.bfloat16
+        dtype = tensor.dtype if tensor.dtype is torch.float16 else torch.bfloat16
+        return tensor.shape[1] ** -0.5 * (1.5 if tensor.shape[0] > 100_000 else 1.0), 0.0, dtype
     if name == "embed":
         return 1.0, 0.0, tensor.dtype
     if tensor.dim() == 1 and name == "weight":

@@ -133,6 +133,16 @@ def decode(
             show_default=False,
         ),
     ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="EXPERTS+DENSE",
+            help="Compare stored types with the released FP4+FP8: MXFP4+Q8_0, Q2_K+Q8_0, IQ2_XXS/Q2_K+Q8_0 (experts' "
+            "gate and up/down+projections); repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     depth: Annotated[int, typer.Option(help="Draft tokens per step with --speculate, 1 to 3.")] = 1,
     steps: Annotated[int, typer.Option(help="Tokens generated per request with --speculate.")] = 256,
 ) -> None:
@@ -142,8 +152,14 @@ def decode(
         raise OptionError(f"--speculate is {speculate:g}, expected an acceptance rate of 0 to 1.")
     if depth not in (1, 2, 3):
         raise OptionError(f"--depth is {depth}, expected 1, 2 or 3.")
-    if speculate is not None and placement:
-        raise OptionError("--speculate and --placement were both given. Use one of them at a time.")
+    if sum((speculate is not None, bool(placement), bool(formats))) > 1:
+        raise OptionError(
+            "two of --speculate, --placement and --format were given. Use one of them at a time."
+        )
+    from birkhoff.bench.formats import bench_formats, parse_format
+
+    for text in formats or ():
+        parse_format(text)
     _require_cuda()
     from birkhoff.bench.decode import bench_decode
     from birkhoff.bench.placement import bench_placement
@@ -154,7 +170,9 @@ def decode(
             bench_speculation(batch or (1, 4, 8), tokens, layers, distinct, speculate, depth, steps)
         )
         return
-    if placement:
+    if formats:
+        rows = bench_formats(formats, batch or (1, 8), tokens, layers, distinct)
+    elif placement:
         rows = bench_placement(placement, batch or (1, 8), tokens, layers, min(distinct, 24))
     else:
         rows = bench_decode(batch or (1, 8, 32, 64), tokens, layers, distinct, baseline_layers=rival_layers)

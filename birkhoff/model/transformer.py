@@ -134,11 +134,16 @@ class Transformer(nn.Module):
         for layer, stack in enumerate(self.expert_stacks()):
             stack.move_to_store(store, layer)
 
+    def stored_expert_types(self) -> list[tuple[PackedType, PackedType]]:
+        """The types of gate and up, and of down, by layer of the expert store."""
+        types = {stack.layer: stack.types for stack in self.expert_stacks() if stack.types is not None}
+        return [types[layer] for layer in sorted(types)]
+
     def compute_cold_experts_on_host(self) -> bool:
         """Decode steps leave experts that are in host memory to the CPU. Call it when the store is filled. Returns
         False, and changes nothing, where a check of it fails."""
         stacks = self.expert_stacks()
-        store, types = stacks[0].store, [stack.types for stack in stacks if stack.types is not None]
+        store, types = stacks[0].store, self.stored_expert_types()
         assert store is not None and len(types) == store.layers
         config = self.config
         host = HostExperts(

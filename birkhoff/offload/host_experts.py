@@ -56,6 +56,7 @@ class _Staging:
         self.ids, self.weights = host(topk, torch.int32), host(topk, torch.float32)
         self.result = torch.empty(rows, hidden, device=device)
         self.jobs: dict[int, ExpertJob] = {}
+        self.own: torch.Tensor | None = None
 
 
 class HostExperts:
@@ -83,6 +84,7 @@ class HostExperts:
         if layer not in staging.jobs:
             job = (staging.x, staging.ids, staging.weights, staging.out, self.limit)
             staging.jobs[layer] = ExpertJob(self._hosted[layer], *job)
+        staging.own = own  # until `end`: its memory must not be reused while it is copied
         copies = ((staging.x, x), (staging.ids, own), (staging.weights, weights))
         self._calls.begin(copies, staging.jobs[layer], (staging.result, staging.out))
 
@@ -116,12 +118,15 @@ class HostExperts:
             self.end(layer, x, ids, out)
 
         out = torch.empty(1, ids.shape[1] + 1, self.hidden, device=self.store.device)
-        good = agrees(step)
-        if good and self.store.device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            good = agrees(graph.replay)
+        try:
+            good = agrees(step)
+            if good and self.store.device.type == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                good = agrees(graph.replay)
+        except RuntimeError:  # of the driver
+            good = False
         self._staging.clear()
         return good
 
@@ -171,7 +176,6 @@ class _StreamCalls(_DirectCalls):
         with torch.cuda.stream(self.stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self.stream)
             function = ctypes.cast(job.function, ctypes.c_void_p)
             status = self._driver.cuLaunchHostFunc(self.stream.cuda_stream, function, job.data)
             if status:

@@ -11,6 +11,7 @@ from birkhoff.bench.placement import PlacedSteps, bench_placement, hot_fraction,
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
+from birkhoff.kernels.packed import native
 from birkhoff.offload.expert_usage import ExpertUsage
 from tests.models import variant
 
@@ -30,7 +31,10 @@ def test_hot_fractions_are_shares_or_sizes():
 def test_all_rows_are_produced_and_consistent():
     small = {"config": LEAST, "device": CPU, "count": 1, "checked": 1, "kernels": "reference", "chunk": 16}
     rows = list(bench_placement(["0.5"], [1], 128, **small))
-    assert [row["kind"] for row in rows] == ["same bits", "bus", "placement", "placement", "moving", "chunk"]
+    kinds = ["same bits", "bus", "placement", "placement", "moving", "chunk"]
+    assert [row["kind"] for row in rows] == kinds + (["rates", "cpu experts"] if native.available() else [])
+    if native.available():
+        assert rows[6]["cpu_bytes_per_second"] > 0 and rows[7]["passed"] and rows[7]["tokens_per_second"] > 0
     assert all(json.loads(json.dumps(row)) == row for row in rows)
     assert rows[0]["passed"] and rows[0]["equal"] == {"1": True, "0.5": True, "0": True}
     random_row, counted_row = rows[2], rows[3]

@@ -22,7 +22,7 @@ FLOORS = [
     "engine capture steering sae text weights",
     "planning hf",
     "output trace vllm",
-    "analysis",
+    "analysis report",
     "api",
     "server web convert validate plot",
     "cli",

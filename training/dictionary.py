@@ -31,7 +31,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
 from training import own_text
 from training.labels import ship
-from training.themes import PROVED, find_themes, measure_clamps
+from training.themes import PROVED, THEMES, find_themes, measure_clamps
 
 HOOK = "mhc_streams_pre_attn"
 LAYER = 5
@@ -138,7 +138,10 @@ def main() -> None:
 
         def entries() -> dict[str, Any]:
             texts = [ids[:-1] for ids in _ids(engine, work / "own.jsonl")]
-            explanations = explain(engine, sae, texts, skip=3, contexts=5, tokens=8)
+            topics = {name: words.split() for name, words in THEMES.items()}
+            explanations = explain(
+                engine, sae, texts, skip=3, contexts=5, tokens=8, examples=2, topics=topics
+            )
             return {str(feature): entry.to_json() for feature, entry in explanations.items()}
 
         features = kept(work / "entries.json", entries)

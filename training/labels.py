@@ -1,33 +1,32 @@
 """Write the shipped SAE directory: SAELens files with two bytes per value, labels, and feature descriptions.
 
-A feature is described (contexts in text nano wrote, density, promoted tokens) if it fired in at least five texts and
-not nearly everywhere: features that peak on one token first, then rarer ones. Labels are unique, so repeats are
-numbered.
+Every feature that fired in text nano wrote is described (label and its score, contexts, examples, density, promoted
+tokens). Features that were raised and moved answers to a theme are named after it. Labels are unique, so repeats are
+numbered, the best predicted first.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from birkhoff.sae.compact import compact
 from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.feature_index import FeatureIndex
+from birkhoff.sae.features import FeatureEntry
 
-DESCRIBED = 500
-LEAST_CONTEXTS = 5
-DENSITIES = (2e-4, 0.15)
+SUPPRESSES = 5  # tokens kept of each feature
 
 
 def ship(
     sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], metadata: dict[str, Any], out: Path
 ) -> int:
     """Write `out`; return the size of its files in bytes. `names` are given labels and take precedence."""
-    chosen = described(entries) | {feature: entries[str(feature)] for feature in names}
-    labels = numbered(
-        {feature: names.get(feature) or entry["label"] for feature, entry in sorted(chosen.items())}
-    )
+    read = {int(number): FeatureEntry.from_json(int(number), entry) for number, entry in entries.items()}
+    by_score = sorted(read.values(), key=lambda entry: (-(entry.score or 0.0), entry.feature))
+    labels = numbered({entry.feature: names.get(entry.feature) or entry.label for entry in by_score})
     Sae(
         sae.encoder,
         sae.encoder_bias,
@@ -43,28 +42,17 @@ def ship(
         metadata=metadata,
     ).save(out)
     compact(out)
-    lines = [f"{json.dumps(str(feature))}: {_line(chosen[feature], labels[feature])}" for feature in labels]
-    (out / "features.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return sum(path.stat().st_size for path in out.iterdir())
-
-
-def described(entries: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the features to describe, at most `DESCRIBED`."""
-    low, high = DENSITIES
-    good = {
-        int(feature): entry
-        for feature, entry in entries.items()
-        if len(entry["contexts"]) >= LEAST_CONTEXTS and low < entry["density"] < high
+    described = {
+        feature: replace(
+            entry,
+            label=labels[feature],
+            suppresses=entry.suppresses[:SUPPRESSES],
+            made="clamp" if feature in names else entry.made,
+        )
+        for feature, entry in read.items()
     }
-    pure = sorted(
-        good,
-        key=lambda feature: (
-            not good[feature]["label"].startswith(('"', "before ")),
-            good[feature]["density"],
-            feature,
-        ),
-    )
-    return {feature: good[feature] for feature in pure[:DESCRIBED]}
+    FeatureIndex(described).save(out, compressed=True)
+    return sum(path.stat().st_size for path in out.iterdir())
 
 
 def numbered(labels: Mapping[int, str]) -> dict[int, str]:
@@ -76,13 +64,3 @@ def numbered(labels: Mapping[int, str]) -> dict[int, str]:
         feature: label if len(repeated[label]) == 1 else f"{label} ({repeated[label].index(feature) + 1})"
         for feature, label in labels.items()
     }
-
-
-def _line(entry: Mapping[str, Any], label: str) -> str:
-    shown = {
-        **entry,
-        "label": label,
-        "promotes": entry["promotes"][:8],
-        "suppresses": entry["suppresses"][:5],
-    }
-    return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))

@@ -1,15 +1,18 @@
-"""Describes SAE features by texts: top contexts, density, and promoted and suppressed tokens.
+"""Describes SAE features by texts: a label with its score, top contexts, examples, density, and promoted and suppressed
+tokens.
 
 Texts run through the model one at a time; for every feature the strongest positions are kept with the text around them,
-the peak in brackets. `promotes` and `suppresses` are the tokens whose logits rise and fall most when the feature's
-decoder row alone passes through the final norm and the head (streams averaged). That is only an indication, because it
-skips the layers in between.
+the peak in brackets, and some drawn at random from all its activations. A label is the simple rule that best predicts
+the feature (`sae/feature_rules.py`), chosen on three quarters of the texts and scored on the rest; with fewer than
+eight texts all of them are used and there is no score. `promotes` and `suppresses` are the tokens whose logits rise and
+fall most when the feature's decoder row alone passes through the final norm and the head (streams averaged). That is
+only an indication, because it skips the layers in between.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,31 +21,49 @@ import torch
 from birkhoff.analysis.sae_rows import captured_hook, view_rows
 from birkhoff.errors import OptionError, SaeError
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.features import FeatureBook, FeatureEntry, Peak, suggested_label
+from birkhoff.sae.feature_index import FeatureIndex
+from birkhoff.sae.feature_rules import LabelRule, RuleSums, Vocabulary, plain_word
+from birkhoff.sae.features import FeatureBook, FeatureEntry, Peak
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
 CONTEXT_TOKENS = (12, 4)  # tokens shown before and after a peak
-FILE = "features.json"
+HELD_OUT = 4  # every fourth text has no part in the choice of labels
+LEAST_TEXTS = 8  # fewer texts are not divided
+UNCLEAR = 0.1  # a rule that correlates less on its own texts is no label
+EVERYWHERE = 0.5  # density from which a feature without a rule is called so
+TOLD_PEAKS = 3
+Label = tuple[str, str, LabelRule | None, float | None]  # text, how it was made, rule, score
 
 
 def collect_features(
-    engine: Engine, sae: Sae, texts: Sequence[Sequence[int]], skip: int = 1, contexts: int = 8
+    engine: Engine,
+    sae: Sae,
+    texts: Sequence[Sequence[int]],
+    skip: int = 1,
+    contexts: int = 8,
+    examples: int = 3,
+    each: Callable[[int, torch.Tensor], None] | None = None,
 ) -> FeatureBook:
-    """Run texts (token ids) and record feature activations, without the first `skip` tokens of each."""
+    """Run texts (token ids) and record feature activations, without the first `skip` tokens of each. `each` gets the
+    number of a text and its activations [tokens, features]."""
     if sae.hook is None or sae.layer is None:
         raise SaeError(
             "this dictionary does not say where its rows come from. Load it with hook= and layer=."
         )
     hook = captured_hook(sae.hook, sae.view)
-    book = FeatureBook(sae, contexts)
+    book = FeatureBook(sae, contexts, examples)
     rows_per_token = (engine.num_streams or 1) if sae.view == "per_stream" else 1
-    for ids in texts:
+    for number, ids in enumerate(texts):
         rows = engine.trace(ids, [hook])[hook, sae.layer][skip:]
-        book.add(
-            view_rows(rows, sae.view) if len(rows) else torch.zeros(1, sae.d_model), skip, rows_per_token
-        )
+        if len(rows):
+            rows = view_rows(rows, sae.view).cpu()
+        else:
+            rows = torch.zeros(0, sae.d_model)
+        activations = book.add(rows, skip, rows_per_token)
+        if each is not None:
+            each(number, activations)
     return book
 
 
@@ -54,9 +75,22 @@ def explain(
     skip: int = 1,
     contexts: int = 8,
     tokens: int = 8,
+    examples: int = 3,
+    topics: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[int, FeatureEntry]:
-    """Return a `FeatureEntry` for each of `features`, or for all features that fired."""
-    book = collect_features(engine, sae, texts, skip, contexts)
+    """Return a `FeatureEntry` for each of `features`, or for all features that fired. `topics` are lists of words by
+    name; a feature that is active after such words may be labelled with that name."""
+    spoken = [[engine.tokenizer.decode([token]) for token in ids] for ids in texts]
+    divided = len(texts) >= LEAST_TEXTS
+    held_out = {number for number in range(len(texts)) if divided and number % HELD_OUT == HELD_OUT - 1}
+    chosen_on = [words for number, words in enumerate(spoken) if number not in held_out]
+    vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
+    chosen, judged = RuleSums(vocabulary, sae.d_sae), RuleSums(vocabulary, sae.d_sae)
+
+    def add(number: int, activations: torch.Tensor) -> None:
+        (judged if number in held_out else chosen).add(activations, spoken[number], skip)
+
+    book = collect_features(engine, sae, texts, skip, contexts, examples, add)
     selected = (
         book.largest.gt(0).nonzero().squeeze(1).tolist()
         if features is None
@@ -66,24 +100,42 @@ def explain(
     entries = {}
     for feature in selected:
         peaks = book.peaks(feature)
-        peak_tokens = [engine.tokenizer.decode([texts[peak.text][peak.position]]) for peak in peaks]
-        next_tokens = [
-            engine.tokenizer.decode(list(texts[peak.text][peak.position + 1 : peak.position + 2]))
-            for peak in peaks
-        ]
-        label = sae.labels.get(feature) or (
-            suggested_label(peak_tokens, next_tokens) if peaks else "never fires here"
-        )
+        told = [spoken[peak.text][peak.position] for peak in peaks]
+        text, made, rule, score = _label(feature, sae, told, float(book.density[feature]), chosen, judged)
         entries[feature] = FeatureEntry(
             feature,
-            label,
+            text,
             float(book.density[feature]),
             float(book.largest[feature]),
             [_context(engine, texts[peak.text], peak) for peak in peaks],
             [engine.tokenizer.decode([token]) for token in promoted[feature].tolist()],
             [engine.tokenizer.decode([token]) for token in suppressed[feature].tolist()],
+            [_context(engine, texts[peak.text], peak) for peak in book.drawn(feature)],
+            made,
+            None if rule is None else rule.to_json(),
+            score,
+            judged.rows if score is not None else 0,
         )
     return entries
+
+
+def _label(
+    feature: int, sae: Sae, peaks: Sequence[str], density: float, chosen: RuleSums, judged: RuleSums
+) -> Label:
+    """The label of a feature, how it was made, its rule and the rule's score on held-out texts."""
+    if not peaks:
+        return "never fires here", "peaks", None, None
+    best = chosen.best_rule(feature)
+    rule, value = (None, 0.0) if best is None else best
+    score = None if rule is None or not judged.rows else judged.score(feature, rule)
+    if feature in sae.labels:
+        return sae.labels[feature], "given", rule, score
+    if rule is not None and value >= UNCLEAR:
+        return rule.text, "rule", rule, score
+    common = [word for word, _ in Counter(map(plain_word, peaks)).most_common(TOLD_PEAKS)]
+    strongest = " / ".join(f'"{word}"' for word in common)
+    spread = "almost everywhere" if density >= EVERYWHERE else "unclear"
+    return f"{spread}, strongest on {strongest}", "peaks", rule, score
 
 
 def promoted_tokens(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +165,6 @@ def _context(engine: Engine, ids: Sequence[int], peak: Peak) -> dict[str, object
     return {"text": f"{left}[{middle}]{right}", "value": round(peak.value, 3)}
 
 
-def save_features(entries: dict[int, FeatureEntry], directory: Path) -> Path:
+def save_features(entries: Mapping[int, FeatureEntry], directory: Path) -> Path:
     """Write `features.json` to the SAE's directory and return its path."""
-    path = directory / FILE
-    content = {str(feature): entry.to_json() for feature, entry in sorted(entries.items())}
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    return path
+    return FeatureIndex(entries).save(directory)

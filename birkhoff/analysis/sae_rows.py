@@ -1,19 +1,21 @@
-"""Training rows of an SAE, from stored captures or from an engine that runs texts during training.
+"""Training rows of an SAE: of stored captures, of texts that are run once and kept, or of texts run in every epoch.
 
-Both sources yield batches [rows, width] of one site in one view, epoch by epoch, in an order determined by the seed,
+All sources yield batches [rows, width] of one site in one view, epoch by epoch, in an order determined by the seed,
 and hold a bounded number of rows. Views of the streams: `flat` concatenates all streams, `per_stream` makes each
 stream a row, `mean` averages them, and `read` is the sublayer's input, which has its own hook and is captured there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from birkhoff.analysis.dataset import DatasetText
+from birkhoff.analysis.harvest import harvest
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.store.row_reader import iter_rows
 from birkhoff.errors import OptionError, quoted
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from birkhoff.text.prompts import Prompt
 
 STREAM_VIEWS = ("flat", "per_stream", "read", "mean")
+KEPT_TAG = "rows"  # the tag of rows that were kept for training
 _READ_AT = {"mhc_streams_pre_attn": "pre_attn", "mhc_streams_pre_mlp": "mlp_in"}
 
 
@@ -156,6 +159,32 @@ class LiveRows:
             pool = _shuffle(pending, generator)
             for first in range(0, len(pool), self.batch_rows):
                 yield view_rows(pool[first : first + self.batch_rows], self.view)
+
+
+def kept_rows(
+    engine: Engine,
+    texts: Iterable[DatasetText | str],
+    directory: Path,
+    hook: str,
+    layer: int,
+    view: str = "single",
+    batch_rows: int = 4096,
+    seed: int = 0,
+    *,
+    source: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> StoreRows:
+    """Run texts once, store their rows in float32 under `directory` and return them as a source, so that epochs read
+    files instead of running the model again.
+
+    A later call with the same texts uses the rows that are there and goes on where an interrupted one stopped. `source`
+    describes the texts; other ones in the same directory are refused. If there are fewer rows than one batch, batches
+    have as many rows as there are."""
+    check_view(hook, view)
+    layer %= engine.config.num_hidden_layers
+    spec = Capture({captured_hook(hook, view): [layer]}, positions="all_prompt", dtype="fp32", tag=KEPT_TAG)
+    report = harvest(engine, texts, spec, directory, source=source, progress=progress)
+    return StoreRows(directory / KEPT_TAG, hook, layer, view, max(1, min(batch_rows, report.rows)), seed)
 
 
 def _shuffle(parts: list[torch.Tensor], generator: torch.Generator) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""`birkhoff sae train | eval | features | import | export`: sparse autoencoders (SAEs), one directory each.
+"""`birkhoff sae train | eval | features | search | show | import | export`: sparse autoencoders (SAEs) in directories.
 
 Paths and JSON go to stdout, progress and status messages to stderr. `train` reads stored captures or runs texts itself,
 and resumes an interrupted run. `eval` includes the model loss with the reconstruction spliced in; `features` describes
-each feature by its top contexts.
+each feature by a label with its score, contexts and examples, which `search` and `show` read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.data_files import read_texts
+from birkhoff.byte_size import format_bytes
+from birkhoff.cli.data_files import open_data, read_texts
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import Json, shared_options, split_options
 from birkhoff.cli.terminal import print_status, progress_bar
@@ -23,6 +24,8 @@ from birkhoff.errors import OptionError
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.sae.dictionary import Sae
+    from birkhoff.sae.feature_index import FeatureIndex
+    from birkhoff.sae.features import FeatureEntry
 
 app = typer.Typer(
     no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
@@ -78,14 +81,28 @@ def train(
         ),
     ] = 100_000,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same SAE.")] = 0,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that keeps the rows of --texts, so that they are computed once. [default: OUT/rows]",
+            show_default=False,
+        ),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Keep no rows: run --texts again in every epoch.")
+    ] = False,
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Train an SAE on stored captures, or on texts run during training."""
+    """Train an SAE on stored captures, or on texts, whose rows are computed once and kept."""
     if (store is None) == (texts is None):
         raise OptionError("sae train needs --store DIR or --texts FILE, one of the two.")
+    if store is not None and (rows is not None or live):
+        raise OptionError(f"{'--live' if live else '--rows'} is for --texts; --store has rows already.")
+    if rows is not None and live:
+        raise OptionError("--live keeps no rows, and --rows says where to keep them. Give one of the two.")
     load_options, _ = split_options(options)
-    from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows
+    from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows, kept_rows
     from birkhoff.analysis.sae_train import train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
@@ -116,7 +133,27 @@ def train(
         return
     assert texts is not None
     with open_engine(load_options, MAX_REQUESTS) as engine:
-        run(LiveRows(engine, list(_token_ids(engine, texts)), hook, layer, view, batch_rows, seed))
+        if live:
+            run(LiveRows(engine, list(_token_ids(engine, texts)), hook, layer, view, batch_rows, seed))
+            return
+        data, kept = open_data(texts), out / "rows" if rows is None else rows
+        description = data.describe()
+        with progress_bar("running", "texts") as advance:
+            source = kept_rows(
+                engine,
+                data,
+                kept,
+                hook,
+                layer,
+                view,
+                batch_rows,
+                seed,
+                source=description,
+                progress=lambda done: advance(done, description["texts"]),
+            )
+    size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
+    print_status(f"rows of {description['texts']} texts are kept in {kept} ({format_bytes(size)})")
+    run(source)
 
 
 @app.command(name="eval")
@@ -178,7 +215,7 @@ def features_of(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Describe features: top contexts, activation frequency and promoted tokens."""
+    """Describe features: label and its held-out score, contexts, examples, frequency and promoted tokens."""
     load_options, _ = split_options(options)
     from birkhoff.analysis.sae_features import explain, save_features
     from birkhoff.embedded import dictionary_path
@@ -202,8 +239,76 @@ def features_of(
         return
     for index, entry in entries.items():
         typer.echo(
-            f"{index}\t{entry.density:.4%}\t{entry.largest:.2f}\t{entry.label}\t{' '.join(entry.promotes[:5])!r}"
+            f"{index}\t{entry.density:.4%}\t{entry.largest:.2f}\t{_score(entry)}\t{entry.label}\t"
+            f"{' '.join(entry.promotes[:5])!r}"
         )
+
+
+@app.command()
+def search(
+    directory: Directory,
+    words: Annotated[list[str], typer.Argument(help="Words to search for.", show_default=False)],
+    limit: Annotated[int, typer.Option(help="Show at most this many features.")] = 20,
+    json: Json = False,
+) -> None:
+    """Find features by words in their labels, tokens and contexts."""
+    described = _descriptions(directory)
+    found = described.search(" ".join(words), limit)
+    if json:
+        typer.echo(json_module.dumps([match.to_json() for match in found]))
+        return
+    for match in found:
+        entry = match.entry
+        context = entry.contexts[0]["text"] if entry.contexts else ""
+        typer.echo(f"{entry.feature}\t{_score(entry)}\t{entry.label}\t{','.join(match.where)}\t{context!r}")
+    print_status(f"{len(found)} of {len(described)} described features")
+
+
+@app.command()
+def show(
+    directory: Directory,
+    feature: Annotated[int, typer.Argument(help="Number of the feature.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""
+    described = _descriptions(directory)
+    if feature not in described:
+        raise OptionError(f"feature {feature} is not described in {directory}; {len(described)} others are.")
+    entry = described[feature]
+    if json:
+        typer.echo(json_module.dumps({"feature": feature, **entry.to_json()}))
+        return
+    typer.echo(f"{feature}  {entry.label}")
+    scored = (
+        "" if entry.score is None else f", correlation {entry.score:.2f} on {entry.scored_rows} held-out rows"
+    )
+    typer.echo(f"label made by: {entry.made}{scored}")
+    typer.echo(f"active on {entry.density:.2%} of tokens, at most {entry.largest:.2f}")
+    typer.echo(f"promotes {' '.join(map(repr, entry.promotes))}")
+    typer.echo(f"suppresses {' '.join(map(repr, entry.suppresses))}")
+    for title, shown in (("strongest", entry.contexts), ("examples", entry.examples)):
+        typer.echo(f"{title}:")
+        for context in shown:
+            typer.echo(f"  {context['value']:8.2f}  {context['text']!r}")
+
+
+def _score(entry: FeatureEntry) -> str:
+    return "-" if entry.score is None else f"{entry.score:.2f}"
+
+
+def _descriptions(directory: Path) -> FeatureIndex:
+    """The descriptions in a directory or of a named dictionary; an `OptionError` if there are none."""
+    from birkhoff.sae.feature_index import FeatureIndex
+    from birkhoff.sae.files import locate_sae
+
+    path, _ = locate_sae(directory)
+    described = FeatureIndex.read(path if path.is_dir() else path.parent)
+    if not described:
+        raise OptionError(
+            f"{directory} has no descriptions of features. Make them: birkhoff sae features {directory} --texts FILE "
+            "--write"
+        )
+    return described
 
 
 @app.command(name="import")

@@ -22,6 +22,7 @@ from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
 from birkhoff.cli.pull import pull
+from birkhoff.cli.report import report
 from birkhoff.cli.sae import app as sae
 from birkhoff.cli.serve import serve
 from birkhoff.cli.synth import synth
@@ -61,6 +62,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(capture)
+app.command()(report)
 app.command()(convert)
 app.command()(validate)
 app.command()(inspect)

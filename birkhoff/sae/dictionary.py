@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
@@ -29,6 +29,9 @@ from birkhoff.errors import SaeError, quoted
 from birkhoff.option_checks import as_int
 from birkhoff.sae.activations import Activation, make, per_feature
 from birkhoff.sae.row_norm import NORMS, normalize_rows
+
+if TYPE_CHECKING:
+    from birkhoff.sae.feature_index import FeatureIndex
 
 VIEWS = ("single", "flat", "per_stream", "read", "mean")
 SPREADS = ("read", "post", "uniform")
@@ -86,6 +89,14 @@ class Sae:
         self.metadata: dict[str, Any] = dict(metadata or {})
         self.feature_ids = _feature_ids(feature_ids, self.d_sae, total_features)
         self.total_features = self.d_sae if total_features is None else total_features
+        self.directory: Path | None = None  # where it was read from
+
+    @cached_property
+    def descriptions(self) -> FeatureIndex:
+        """Labels, contexts and examples of features, from the `features.json` of its directory; empty without one."""
+        from birkhoff.sae.feature_index import FeatureIndex  # imports this module
+
+        return FeatureIndex({}) if self.directory is None else FeatureIndex.read(self.directory)
 
     @property
     def d_sae(self) -> int:

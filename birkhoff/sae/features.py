@@ -1,14 +1,14 @@
-"""Descriptions of features: where each fires most strongly, how often, and a suggested label.
+"""Descriptions of features: where each fires most strongly, examples of its other activations, how often it fires, and
+a label that says how it was made.
 
-`FeatureBook` processes texts one by one and keeps, for every feature, the positions where it was strongest, at most
-one per text; memory does not grow with the number of texts. `suggested_label` labels a feature by the tokens it
-peaks on, as a starting point for a label written after reading the contexts."""
+`FeatureBook` processes texts one by one and keeps, for every feature, the positions where it was strongest and some
+drawn at random from all positions where it was active, at most one of each per text; memory does not grow with the
+number of texts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ MAX_ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum of a feature in one text."""
+    """An activation of a feature in one text: the largest one, or one drawn at random."""
 
     text: int
     position: int
@@ -28,37 +28,33 @@ class Peak:
 
 
 class FeatureBook:
-    def __init__(self, sae: Sae, contexts: int = 8):
+    def __init__(self, sae: Sae, contexts: int = 8, examples: int = 3, seed: int = 0):
         sae.check_whole("a summary of features")
         self._sae = sae
         self.contexts = contexts
         self.rows = 0
         self.texts = 0
-        self._values = torch.zeros(sae.d_sae, contexts)
-        self._texts = torch.full((sae.d_sae, contexts), -1)
-        self._positions = torch.zeros(sae.d_sae, contexts, dtype=torch.long)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._strongest = _Kept(sae.d_sae, contexts)
+        self._drawn = _Kept(sae.d_sae, examples)
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long)
 
-    def add(self, rows: torch.Tensor, first: int = 0, rows_per_token: int = 1) -> None:
-        """Add the rows [n, d] of the next text in token order; `first` is the position of the first row."""
-        best = torch.zeros(self._sae.d_sae)
-        where = torch.zeros(self._sae.d_sae, dtype=torch.long)
-        for start in range(0, len(rows), MAX_ROWS_AT_ONCE):
-            features = self._sae.encode(rows[start : start + MAX_ROWS_AT_ONCE])
-            self._fired += (features > 0).sum(0)
-            value, index = features.max(0)
-            better = value > best
-            best = torch.where(better, value, best)
-            where = torch.where(better, start + index, where)
+    def add(self, rows: torch.Tensor, first: int = 0, rows_per_token: int = 1) -> torch.Tensor:
+        """Add the rows [n, d] of the next text in token order; `first` is the position of the first row. Returns the
+        activations [tokens, features]; of several rows of a token the largest."""
+        parts = [self._sae.encode(part) for part in rows.split(MAX_ROWS_AT_ONCE)]
+        features = torch.cat(parts) if parts else torch.zeros(0, self._sae.d_sae)
+        self._fired += (features > 0).sum(0)
         self.rows += len(rows)
-        values = torch.cat([self._values, best.unsqueeze(1)], 1)
-        kept, order = values.topk(self.contexts, dim=1)
-        texts = torch.cat([self._texts, torch.full((len(best), 1), self.texts)], 1)
-        positions = torch.cat([self._positions, (first + where // rows_per_token).unsqueeze(1)], 1)
-        self._values = kept
-        self._texts = texts.gather(1, order)
-        self._positions = positions.gather(1, order)
+        by_token = features.view(-1, rows_per_token, self._sae.d_sae).amax(1)
+        if len(by_token):
+            value, index = by_token.max(0)
+            self._strongest.offer(value, value, self.texts, first + index)
+            lot = torch.rand(by_token.shape, generator=self._generator) * (by_token > 0)
+            drawn, index = lot.max(0)
+            self._drawn.offer(drawn, by_token.gather(0, index[None])[0], self.texts, first + index)
         self.texts += 1
+        return by_token
 
     @property
     def density(self) -> torch.Tensor:
@@ -67,31 +63,48 @@ class FeatureBook:
 
     @property
     def largest(self) -> torch.Tensor:
-        return self._values[:, 0]
+        return self._strongest.values[:, 0]
 
     def peaks(self, feature: int) -> list[Peak]:
         """The peaks of a feature, strongest first; fewer than `contexts` if it fired in fewer texts."""
-        peaks = zip(
-            self._texts[feature].tolist(), self._positions[feature].tolist(), self._values[feature].tolist()
-        )
-        return [Peak(text, position, value) for text, position, value in peaks if value > 0]
+        return self._strongest.of(feature)
+
+    def drawn(self, feature: int) -> list[Peak]:
+        """Activations drawn at random, one text each, strongest first."""
+        return sorted(self._drawn.of(feature), key=lambda peak: -peak.value)
 
 
-def suggested_label(at: Sequence[str], after: Sequence[str]) -> str:
-    """A label from the tokens that a feature peaks on and those that follow: one token if it is nearly always the
-    same."""
-    for tokens, form in ((at, '"{}"'), (after, 'before "{}"')):
-        words = Counter(token.strip().lower() for token in tokens)
-        word, count = words.most_common(1)[0] if words else ("", 0)
-        if word and count >= 0.7 * len(tokens):
-            return form.format(word)
-    several = [word for word, _ in Counter(token.strip().lower() for token in at).most_common(4) if word]
-    return " / ".join(several) or "spaces and breaks"
+class _Kept:
+    """For every feature the `size` texts with the largest rank, each with a position and a value."""
+
+    def __init__(self, features: int, size: int):
+        self._ranks = torch.zeros(features, size)
+        self.values = torch.zeros(features, size)
+        self._texts = torch.full((features, size), -1)
+        self._positions = torch.zeros(features, size, dtype=torch.long)
+
+    def offer(self, rank: torch.Tensor, value: torch.Tensor, text: int, position: torch.Tensor) -> None:
+        """One candidate per feature; a rank of 0 is none."""
+        self._ranks, order = torch.cat([self._ranks, rank[:, None]], 1).topk(self._ranks.shape[1], dim=1)
+        self.values = torch.cat([self.values, value[:, None]], 1).gather(1, order)
+        texts = torch.full((len(rank), 1), text)
+        self._texts = torch.cat([self._texts, texts], 1).gather(1, order)
+        self._positions = torch.cat([self._positions, position[:, None]], 1).gather(1, order)
+
+    def of(self, feature: int) -> list[Peak]:
+        columns = (self._texts, self._positions, self.values)
+        kept = zip(*(column[feature].tolist() for column in columns))
+        return [Peak(text, position, value) for text, position, value in kept if text >= 0 and value > 0]
 
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """The description of one feature."""
+    """The description of one feature.
+
+    `made` says how the label was made: "rule" (the best simple rule, see `feature_rules`), "peaks" (no rule predicts
+    it; the tokens it is strongest on), "given" (it came with the dictionary) or "clamp" (named after what raising it
+    does, measured). `score` is the correlation of `rule` with the activation on `scored_rows` rows of texts that had
+    no part in its choice."""
 
     feature: int
     label: str
@@ -100,13 +113,51 @@ class FeatureEntry:
     contexts: list[dict[str, Any]]
     promotes: list[str]
     suppresses: list[str]
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    made: str = "given"
+    rule: dict[str, list[str]] | None = None
+    score: float | None = None
+    scored_rows: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "label": self.label,
+            "made": self.made,
+            "rule": self.rule,
+            "score": None if self.score is None else round(self.score, 3),
+            "scored_rows": self.scored_rows,
             "density": round(self.density, 6),
             "largest": round(self.largest, 3),
             "promotes": self.promotes,
             "suppresses": self.suppresses,
             "contexts": self.contexts,
+            "examples": self.examples,
         }
+
+    @staticmethod
+    def from_json(feature: int, entry: Mapping[str, Any]) -> FeatureEntry:
+        """The entry of a file; files of earlier versions have no `made`, `rule`, `score` and `examples`."""
+
+        def listed(name: str, kind: type) -> list[Any]:
+            value = entry.get(name)
+            return [one for one in value if isinstance(one, kind)] if isinstance(value, list) else []
+
+        def number(name: str) -> float:
+            value = entry.get(name)
+            return float(value) if isinstance(value, (int, float)) else 0.0
+
+        score, rule = entry.get("score"), entry.get("rule")
+        return FeatureEntry(
+            feature,
+            str(entry.get("label", "")),
+            number("density"),
+            number("largest"),
+            listed("contexts", dict),
+            listed("promotes", str),
+            listed("suppresses", str),
+            listed("examples", dict),
+            str(entry.get("made", "given")),
+            rule if isinstance(rule, dict) else None,
+            float(score) if isinstance(score, (int, float)) else None,
+            int(number("scored_rows")),
+        )

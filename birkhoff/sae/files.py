@@ -89,7 +89,10 @@ def load_named(
     if release is not None:
         centered = (release.centered or None) if centered is None else centered
         input_scale = release.input_scale if input_scale is None else input_scale
-    return load_all(path, hook, layer, view, spread, centered, input_scale)
+    saes = load_all(path, hook, layer, view, spread, centered, input_scale)
+    if len(saes) == 1:  # descriptions go by number, so a directory has those of one dictionary
+        saes[0].directory = path if path.is_dir() else path.parent
+    return saes
 
 
 def only_one(saes: list[Sae], name: str | Path) -> Sae:

@@ -21,7 +21,9 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.option_checks import check_int
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import ResolvedSae, SaeReconstruct, SaeSet, check_together
+from birkhoff.sae.feature_index import FeatureIndex
 from birkhoff.sae.feature_probe import Probe, ProbePlan
+from birkhoff.sae.features import FeatureEntry
 from birkhoff.sae.files import load_named, locate_sae
 from birkhoff.sae.registry import Attached, SaeRegistry, SaeReservation, Written
 from birkhoff.sae.sae_manifest import clampable_features
@@ -78,6 +80,21 @@ class SaeResolver:
         self.registry[name]  # raises if it is not attached
         self._check_not_in_tier(name)
         self.registry.detach(name, drain)
+
+    def descriptions(self, name: str) -> FeatureIndex:
+        """The described features of an attached dictionary; the first one of a module with several sites."""
+        return next(iter(self.registry[name].saes.values())).descriptions
+
+    def describe_feature(self, name: str, feature: int | str) -> FeatureEntry:
+        """What is known about one feature, given by number or label."""
+        sae = next(iter(self.registry[name].saes.values()))
+        number = sae.feature_id(sae.feature(feature))
+        if number not in sae.descriptions:
+            raise SaeError(
+                f"feature {number} of {quoted(name)} is not described. Describe its features with birkhoff sae "
+                "features DIR --texts FILE --write, and attach the directory."
+            )
+        return sae.descriptions[number]
 
     def edits(
         self, request_edits: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int

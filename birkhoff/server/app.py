@@ -345,10 +345,17 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
         "The most active features of an SAE at every token of a text.",
     )
     routes.get(
+        "/v1/interp/features/{sae}",
+        saes.search,
+        "Search SAE features",
+        "Features with the words `q` in their label, tokens or contexts, best first; at most `limit` (20).",
+    )
+    routes.get(
         "/v1/interp/features/{sae}/{feature}",
         saes.feature,
         "Get an SAE feature",
-        "Label, density, top contexts and decoder logits of one feature.",
+        "Label with how it was made and its held-out score, density, contexts, examples and decoder logits of one "
+        "feature.",
     )
     routes.get(
         "/v1/steering/sae", saes.status, "Get global clamps", "SAE clamps that apply to every request."

@@ -12,9 +12,9 @@ from pathlib import Path
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.report.standalone import FOLDER, standalone_html
 from birkhoff.server.api_errors import ApiError
 
-FOLDER = Path(__file__).parent.parent / "web"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -27,6 +27,7 @@ class PageRoutes:
         self._files = {
             file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix in MEDIA_TYPES
         }
+        self._files["standalone.html"] = standalone_html().encode()  # a view without data, for saved files
         self._etags = {
             name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in self._files.items()
         }

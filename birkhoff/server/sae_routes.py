@@ -15,11 +15,11 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.analysis.sae_features import FILE
 from birkhoff.api.engine import Engine
 from birkhoff.embedded import dictionary_path, shipped_dictionary
 from birkhoff.errors import SaeError, quoted
 from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.feature_probe import Feature
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import EmptyBody, StrictBody
@@ -28,10 +28,9 @@ from birkhoff.server.interp_routes import InterpRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.steering_routes import check_steering_key, request_edits
-from birkhoff.small_file import read_json
 
 TOP_LOGITS = 10
-MAX_SUMMARY_BYTES = 64 << 20
+MAX_FOUND, MAX_QUERY = 200, 200
 
 
 def sae_paths(settings: ServerSettings, model: str) -> dict[str, Path]:
@@ -47,16 +46,6 @@ def attach_saes(settings: ServerSettings, engine: Engine) -> None:
     full = {text.partition("=")[0] for text in settings.sae_full}
     for name, path in sae_paths(settings, engine.name).items():
         engine.attach(name, path, "full" if name in full else "delta")
-
-
-def _read_feature_summaries(folder: Path) -> dict[str, Any]:
-    """The `features.json` next to an SAE, by feature index; empty if there is no readable one."""
-    path = folder / FILE
-    try:
-        summaries = read_json(path, MAX_SUMMARY_BYTES)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return summaries if isinstance(summaries, dict) else {}
 
 
 class FeaturesBody(TextBody):
@@ -76,7 +65,6 @@ class SaeRoutes:
     def __init__(self, context: ServingContext, interp: InterpRoutes):
         self._context = context
         self._interp = interp
-        self._summaries: dict[str, dict[str, Any]] = {}
 
     async def list_saes(self) -> Response:
         """One entry per SAE; a module with several sites has several."""
@@ -93,6 +81,7 @@ class SaeRoutes:
                         "d_sae": sae.total_features,
                         "stored_features": sae.d_sae,
                         "labels": len(sae.labels),
+                        "described": len(sae.descriptions),
                     }
                 )
         return json_response({"saes": entries})
@@ -115,16 +104,37 @@ class SaeRoutes:
         rows = await self._interp.run_exclusive(
             http, lambda: self._context.engine.features(ids, body.sae, body.k, site, steer)
         )
+        described = self._context.engine.saes.descriptions(body.sae)
+
+        def feature_json(feature: Feature) -> dict[str, Any]:
+            entry = described.get(feature.feature)
+            known = {} if entry is None else {"density": entry.density, "score": entry.score}
+            return known | feature.to_json()
+
         tokens = [
             {
                 "position": position,
                 "token_id": token,
                 "text": self._context.token_text(token),
-                "features": [feature.to_json() for feature in row],
+                "features": [feature_json(feature) for feature in row],
             }
             for position, (token, row) in enumerate(zip(ids, rows))
         ]
         return json_response({"sae": body.sae, "tokens": tokens})
+
+    async def search(self, http: HttpRequest, sae: str) -> Response:
+        """Described features with the words `q`, best first, at most `limit`."""
+        self._module(sae)
+        words, text = http.query_params.get("q", ""), http.query_params.get("limit", "20")
+        if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_FOUND:
+            raise bad_request(f"limit: expected a number from 1 to {MAX_FOUND}.", "limit")
+        if not words.strip() or len(words) > MAX_QUERY:
+            raise bad_request(f"q: expected words to search for, at most {MAX_QUERY} characters.", "q")
+        described = self._context.engine.saes.descriptions(sae)
+        found = await asyncio.to_thread(described.search, words, int(text))
+        return json_response(
+            {"sae": sae, "described": len(described), "features": [match.to_json() for match in found]}
+        )
 
     async def feature(self, sae: str, feature: str) -> Response:
         """Label, statistics and example contexts of one feature, and the logits of its decoder direction."""
@@ -145,19 +155,11 @@ class SaeRoutes:
         if dictionary.x_max is not None:
             fields["x_max"] = float(dictionary.x_max[index])
         fields |= await asyncio.to_thread(self._decoder_logits, dictionary, index)
-        fields |= await asyncio.to_thread(self._summary, sae, number)
+        entry = dictionary.descriptions.get(number)
+        if entry is not None:
+            told = entry.to_json()
+            fields |= {"x_max": told.pop("largest")} | told
         return json_response(fields)
-
-    def _summary(self, sae: str, index: int) -> dict[str, Any]:
-        """Density, largest activation and top contexts of a feature, from the `features.json` of its SAE."""
-        if sae not in self._summaries:
-            folder = sae_paths(self._context.settings, self._context.engine.name).get(sae)
-            self._summaries[sae] = {} if folder is None else _read_feature_summaries(folder)
-        entry = self._summaries[sae].get(str(index))
-        if not isinstance(entry, dict):
-            return {}
-        names = {"label": "label", "density": "density", "largest": "x_max", "contexts": "contexts"}
-        return {name: entry[key] for key, name in names.items() if entry.get(key) is not None}
 
     async def status(self) -> Response:
         return json_response(self._context.engine.saes.status())

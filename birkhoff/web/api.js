@@ -27,6 +27,8 @@ function headers(body) {
 }
 
 async function send(path, { method = "GET", body, signal } = {}) {
+  if (document.body.classList.contains("frozen"))
+    throw new ApiError("This is a saved file: it holds no server to ask.", { code: "frozen" });
   let response;
   try {
     response = await fetch(path, {

@@ -1,31 +1,30 @@
 // Line charts on a canvas: named series over one axis, with axis labels.
-import { canvasOf, ink } from "./colour.js";
+import { ink, paintedCanvas } from "./colour.js";
 import { h } from "./dom.js";
 
-/** series: [{name, colour, points: [[x, y], ...]}]; marks: [{x, text}] are vertical lines. */
-export function lineChart({ series, width = 460, height = 170, xName, yName, marks = [], label }) {
-  const canvas = canvasOf(width, height, label),
-    context = canvas.getContext("2d");
+/** series: [{name, colour, points: [[x, y], ...]}]; marks: [{x, text}] are vertical lines; `whole`: x counts. */
+export function lineChart({ series, width = 460, height = 170, xName, yName, marks = [], label, whole = false }) {
   const points = series.flatMap((s) => s.points).filter(([, y]) => Number.isFinite(y));
   const left = 46,
     bottom = 30,
     top = 8,
     right = 8;
-  if (points.length) {
+  const paint = (context) => {
+    if (!points.length) return;
     const xs = points.map((p) => p[0]),
       ys = points.map((p) => p[1]);
     const x0 = Math.min(...xs),
       x1 = Math.max(...xs),
       y0 = Math.min(0, ...ys),
-      y1 = Math.max(...ys, y0 + 1e-9);
+      highest = Math.max(...ys),
+      y1 = highest - y0 > 1e-6 ? highest : y0 + 1; // a flat line gets a scale of its own
     const X = (x) => left + ((x - x0) / (x1 - x0 || 1)) * (width - left - right);
     const Y = (y) => height - bottom - ((y - y0) / (y1 - y0)) * (height - bottom - top);
     context.font = "11px system-ui, sans-serif";
     context.strokeStyle = ink("line");
     context.fillStyle = ink("soft");
     context.textAlign = "right";
-    for (let i = 0; i <= 3; i++) {
-      const y = y0 + ((y1 - y0) * i) / 3;
+    for (const y of ticks(y0, y1, 4)) {
       context.beginPath();
       context.moveTo(left, Y(y));
       context.lineTo(width - right, Y(y));
@@ -33,8 +32,7 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
       context.fillText(nice(y), left - 5, Y(y) + 4);
     }
     context.textAlign = "center";
-    for (let i = 0; i <= 4; i++) {
-      const x = x0 + ((x1 - x0) * i) / 4;
+    for (const x of ticks(x0, x1, Math.max(2, Math.floor(width / 60)), whole)) {
       context.fillText(nice(x), X(x), height - bottom + 13);
     }
     context.fillText(xName, (left + width) / 2, height - 4);
@@ -65,7 +63,8 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
           context.fill();
         }
     }
-  }
+  };
+  const canvas = paintedCanvas(width, height, label, paint);
   const legend = h(
     "div",
     { class: "legend" },
@@ -73,6 +72,19 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
     series.map((s) => h("span", {}, h("span", { style: { color: s.colour } }, "● "), s.name)),
   );
   return h("div", { class: "figure scroll" }, canvas, legend);
+}
+
+/** At most `most` + 1 round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten; never below 1 for
+ *  whole numbers. */
+export function ticks(low, high, most, whole = false) {
+  const span = high - low;
+  if (!(span > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(span / most)),
+    fitting = [1, 2, 5, 10].map((n) => n * power).find((s) => span / s <= most),
+    step = whole ? Math.max(1, Math.ceil(fitting)) : fitting,
+    first = Math.ceil(low / step - 1e-9);
+  const count = Math.floor(high / step + 1e-9) - first + 1;
+  return Array.from({ length: count }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
 export function nice(number) {

@@ -1,10 +1,16 @@
 // The chat page: messages, the running response as tokens, and the input box.
-import { empty, fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
-import { grammar, python } from "./edits.js";
-import { pyText } from "./pinned.js";
+import { fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
+import { branchPython, chatPython } from "./python.js";
 import { post } from "./api.js";
 import { answerText, startRun, stopRun } from "./runs.js";
 import { strip, update } from "./strip.js";
+
+const EXAMPLES = [
+  "Tell me a story about a fox and a boat.",
+  "Write a poem about the sea.",
+  "Tell me a spooky campfire story about an old clock.",
+  "Explain the moon to a child.",
+];
 
 export function chatPage(store) {
   const list = h("div", { class: "conversation" }),
@@ -54,8 +60,8 @@ export function chatPage(store) {
   const [seed, seedBox] = number("seed", "seed", { min: 0, step: 1 });
 
   const ask = (messages) => startRun(store, { messages, steered: store.state.steerChat, baseline: false });
-  async function sendMessage() {
-    const text = box.value.trim();
+  async function sendMessage(given) {
+    const text = given ?? box.value.trim();
     if (!text) {
       box.focus();
       return;
@@ -82,10 +88,12 @@ export function chatPage(store) {
   async function branch(token, other) {
     const run = store.state.run;
     try {
-      const encoded = await post("/tokenize", { prompt: other.text, add_special_tokens: false });
-      const before = [...run.prompt, ...run.tokens].slice(0, token.position).map((t) => t.id);
       toast(`Continuing from “${other.text.trim()}”.`);
-      await startRun(store, { prompt: [...before, ...encoded.tokens], steered: store.state.steerChat });
+      await startRun(store, {
+        messages: run.messages,
+        branch: await branchOf(run, token, other),
+        steered: store.state.steerChat,
+      });
     } catch (error) {
       toast(error.message);
     }
@@ -102,7 +110,7 @@ export function chatPage(store) {
         name: "chat",
         tools: exportButtons(
           () => ({ messages: store.state.conversation, tokens: store.state.run.tokens }),
-          () => chatPython(store.state),
+          () => pythonOf(store.state),
         ),
       },
       h(
@@ -112,7 +120,7 @@ export function chatPage(store) {
         answer,
         h(
           "div",
-          { class: "stack" },
+          { class: "stack live" },
           box,
           h(
             "div",
@@ -190,7 +198,14 @@ export function chatPage(store) {
               h("div", { class: "text" }, visible(m.content)),
             ),
           )
-        : empty("No messages yet."),
+        : h(
+            "div",
+            { class: "empty examples live" },
+            h("p", {}, "No messages yet. Try one of these:"),
+            EXAMPLES.map((text) =>
+              h("button", { type: "button", class: "example", onclick: () => sendMessage(text) }, text),
+            ),
+          ),
     ),
   );
   store.on(["run", "pin", "tint", "theme"], (state) => {
@@ -209,7 +224,8 @@ export function chatPage(store) {
         : "processing the prompt…"
       : [
           `${run.tokens.length} tokens`,
-          run.seconds ? `${(run.tokens.length / run.seconds).toFixed(0)} tokens/s` : "",
+          run.seconds ? `${((run.tokens.length - run.kept) / run.seconds).toFixed(0)} tokens/s` : "",
+          run.kept ? `${run.kept} kept from before the branch` : "",
           run.status === "stopped" ? "stopped" : "",
           run.finish === "length" ? "max tokens reached" : "",
         ]
@@ -222,14 +238,14 @@ export function chatPage(store) {
       pinned: state.pin?.twin ? null : state.pin?.position,
       onPin: (token) =>
         store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin: false } }),
-      branch,
+      branch: state.frozen ? null : branch,
     });
     fill(
       answer,
       h(
         "div",
         { class: "message assistant", "aria-busy": String(busy) },
-        h("div", { class: "who" }, h("span", {}, "model"), h("span", {}, info)),
+        h("div", { class: "who" }, h("span", {}, run.author ?? "model"), h("span", {}, info)),
         run.reasoning
           ? h(
               "details",
@@ -247,20 +263,22 @@ export function chatPage(store) {
   return node;
 }
 
-export function chatPython(state) {
-  const { settings } = state,
-    steered = state.edits.some((e) => e.on && e.name);
-  return `import birkhoff
-from birkhoff import Add, SaeSet
+function pythonOf(state) {
+  if (state.run.kept) return branchPython(state);
+  const messages = state.conversation.length ? state.conversation : (state.run.messages ?? []);
+  return chatPython(state, messages, state.run.edits ?? []);
+}
 
-engine = birkhoff.load(${pyText(state.props?.model ?? "nano")})
-messages = ${JSON.stringify(state.conversation, null, 4)}
-${steered ? `# ${grammar(state.edits)}\nsteer = ${python(state.edits)}\n` : ""}out = engine.chat(
-    messages,
-    temperature=${settings.temperature},
-    seed=${settings.seed},
-    max_tokens=${settings.maxTokens},${steered ? "\n    steer=steer,\n    baseline=True," : ""}
-    signals="all",
-)
-print(out.text)${steered ? "\nprint(out.baseline.text)" : ""}`;
+/** The answer up to a token, with that token replaced by an alternative. */
+async function branchOf(run, token, other) {
+  const question = { prompt: other.text, add_special_tokens: false, return_token_strs: true },
+    encoded = await post("/tokenize", question),
+    before = run.tokens.filter((t) => t.position < token.position);
+  const chosen = encoded.tokens.map((id, i) => ({
+    ...(i ? {} : { logprob: other.logprob, top: token.top }),
+    id,
+    text: encoded.tokens.length === 1 ? other.text : encoded.token_strs[i],
+  }));
+  const frames = [...run.frames].filter(([position]) => position < token.position);
+  return { prompt: run.prompt, tokens: [...before, ...chosen], frames };
 }

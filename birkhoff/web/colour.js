@@ -66,12 +66,29 @@ export const ink = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const streamColour = (stream) => ink(`s${stream % 4}`);
 
-/** A canvas scaled for the device pixel ratio; draw in CSS pixels. */
-export function canvasOf(width, height, label) {
+/** The colours of the streams with their numbers. */
+export function streamLegend(count) {
+  const node = document.createElement("div");
+  node.className = "legend streams";
+  for (let stream = 0; stream < count; stream++) {
+    const key = document.createElement("span"),
+      box = document.createElement("span");
+    box.className = "swatch";
+    box.style.backgroundColor = `var(--s${stream % 4})`;
+    key.append(box, ` stream ${stream}`);
+    node.append(key);
+  }
+  return node;
+}
+
+/** A canvas painted by `paint(context)` in CSS pixels, scaled for the device pixel ratio. `paint` is kept as `repaint`,
+ *  which draws the same picture into an SVG file. */
+export function paintedCanvas(width, height, label, paint) {
   const canvas = document.createElement("canvas");
-  sizeCanvas(canvas, width, height);
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", label);
+  canvas.repaint = paint;
+  paint(sizeCanvas(canvas, width, height));
   return canvas;
 }
 
@@ -88,12 +105,12 @@ export function sizeCanvas(canvas, width, height) {
 
 /** A colour bar with labels at both ends. */
 export function rampLegend(low, high, ramp = amount, from = 0) {
-  const canvas = canvasOf(110, 10, `colours from ${low} to ${high}`),
-    context = canvas.getContext("2d");
-  for (let x = 0; x < 110; x++) {
-    context.fillStyle = css(ramp(from + (x / 109) * (1 - from)));
-    context.fillRect(x, 0, 1.5, 10);
-  }
+  const canvas = paintedCanvas(110, 10, `colours from ${low} to ${high}`, (context) => {
+    for (let x = 0; x < 110; x++) {
+      context.fillStyle = css(ramp(from + (x / 109) * (1 - from)));
+      context.fillRect(x, 0, 1.5, 10);
+    }
+  });
   const node = document.createElement("div");
   node.className = "legend";
   node.append(low, canvas, high);

@@ -2,59 +2,98 @@
 import { post } from "./api.js";
 import { amount, shadedCell } from "./colour.js";
 import { empty, fault, fill, h, panel, exportButtons, rowHead, table, toast } from "./dom.js";
+import { steerWith } from "./edits.js";
+import { contrastPython } from "./python.js";
 import { loadVectors } from "./vectors.js";
 
 export function contrastPage(store) {
   const area = (label, id, text) => {
     const box = h("textarea", { rows: 6, id });
-    box.value = text;
+    box.value = text.join("\n");
     return [h("label", { style: { flex: "1 1 240px" } }, label, box), box];
   };
   const [left, positive] = area(
     "positive texts, one per line",
     "positive",
-    [
+    store.state.contrast?.positive ?? [
+
       "The birthday party was full of laughing and cake.",
       "She hugged her happy puppy in the sunshine.",
       "He smiled because he had won the big prize.",
       "They danced and sang with joy all day.",
-    ].join("\n"),
+    ],
   );
   const [right, negative] = area(
     "negative texts, one per line",
     "negative",
-    [
+    store.state.contrast?.negative ?? [
+
       "The boy cried because his kite was broken.",
       "She sat alone in the cold rain and wept.",
       "He was sad because his dog was lost.",
       "They felt very bad and did not want to play.",
-    ].join("\n"),
+    ],
   );
   const hook = h("select", { "aria-label": "site" }),
-    name = h("input", { type: "text", value: "happy", style: { width: "9em" } }),
-    body = h("div", { class: "stack" });
-  let result = null;
+    name = h("input", { type: "text", style: { width: "9em" } }),
+    body = h("div", { class: "stack" }),
+    saved = h("div", { class: "stack" });
+  let result = store.state.answers.contrast ?? null,
+    named = false; // the name was typed, so it is not suggested anew
+  name.addEventListener("input", () => {
+    named = true;
+  });
+  const suggest = () => {
+    const taken = new Set(store.state.vectors.map((v) => v.name));
+    let number = 1;
+    while (taken.has(`direction-${number}`)) number++;
+    if (!named) name.value = `direction-${number}`;
+  };
   const lines = (box) =>
     box.value
       .split("\n")
       .map((s) => s.trim())
       .filter(Boolean);
-  const run = async (save) => {
-    const request = { positive: lines(positive), negative: lines(negative), hook: hook.value, ...save };
-    if (!request.positive.length || !request.negative.length) {
+  const request = () => ({ positive: lines(positive), negative: lines(negative), hook: hook.value });
+  const run = async () => {
+    const asked = request();
+    if (!asked.positive.length || !asked.negative.length) {
       fill(body, fault(new Error("Both sets need at least one text.")));
       return;
     }
     fill(body, h("p", { class: "note" }, "Comparing…"));
+    fill(saved);
+    store.set({ contrast: asked });
     try {
-      result = await post("/v1/interp/contrast", request);
+      result = store.state.answers.contrast = await post("/v1/interp/contrast", asked);
+      suggest();
       draw();
-      if (save) {
-        toast(`Saved as ${save.name}.`);
-        await loadVectors(store);
-      }
     } catch (error) {
       fill(body, fault(error));
+    }
+  };
+  /** Saves the best direction; whatever goes wrong, the table stays. */
+  const save = async (replace = false) => {
+    const { layer, column } = result.best,
+      chosen = name.value.trim();
+    fill(saved, h("p", { class: "note" }, "Saving…"));
+    try {
+      await post("/v1/interp/contrast", { ...request(), name: chosen, layer, column, replace });
+      await loadVectors(store);
+      toast(`Saved as ${chosen}.`);
+      fill(
+        saved,
+        h("p", { class: "note" }, `Saved as ${chosen}. `),
+        h("button", { type: "button", id: "steer-saved", onclick: () => steerWith(store, chosen) }, "Steer with it"),
+      );
+      named = false;
+    } catch (error) {
+      const again = { type: "button", id: "replace-vector", onclick: () => save(true) };
+      fill(
+        saved,
+        fault(error),
+        error.code === "module-taken" ? h("button", again, `Replace ${chosen}`) : null,
+      );
     }
   };
   const draw = () => {
@@ -76,7 +115,7 @@ export function contrastPage(store) {
       ),
       h(
         "div",
-        { class: "row" },
+        { class: "row live" },
         h("label", {}, "save the best as", name),
         h(
           "button",
@@ -84,11 +123,12 @@ export function contrastPage(store) {
             type: "button",
             class: "main",
             id: "save-vector",
-            onclick: () => run({ name: name.value.trim(), layer: best.layer, column: best.column }),
+            onclick: () => save(),
           },
           "Save vector",
         ),
       ),
+      saved,
     );
   };
   store.on(["props"], ({ props }) => {
@@ -99,7 +139,8 @@ export function contrastPage(store) {
       hook,
       names.map((n) => h("option", { value: n }, n)),
     );
-    const best = ["mhc_streams_pre_attn", "post_mlp"].find((name) => names.includes(name));
+    const preferred = [store.state.contrast?.hook, "mhc_streams_pre_attn", "post_mlp"],
+      best = preferred.find((name) => names.includes(name));
     hook.value = best ?? names[0] ?? "";
   });
   draw();
@@ -114,18 +155,7 @@ export function contrastPage(store) {
         name: "contrast",
         tools: exportButtons(
           () => result ?? {},
-          () =>
-            [
-              "import birkhoff",
-              "from birkhoff import contrast",
-              "",
-              'engine = birkhoff.load("nano")',
-              `positive = ${JSON.stringify(lines(positive))}`,
-              `negative = ${JSON.stringify(lines(negative))}`,
-              `hook, layers = ${JSON.stringify(hook.value)}, [${result?.best?.layer ?? 4}]`,
-              "vector = contrast(engine, positive, negative, hook=hook, layers=layers)",
-              `engine.modules[${JSON.stringify(name.value)}] = vector`,
-            ].join("\n"),
+          () => contrastPython(store.state, request(), result?.best, name.value),
         ),
       },
       h(
@@ -134,7 +164,7 @@ export function contrastPage(store) {
         h("div", { class: "row" }, left, right),
         h(
           "div",
-          { class: "row" },
+          { class: "row live" },
           h("label", {}, "site", hook),
           h(
             "button",

@@ -1,4 +1,6 @@
 // DOM helpers. All text from the model or the server becomes text nodes; HTML is never parsed.
+import { ABOUT } from "./about.js";
+import { download, toPng, toSvg } from "./picture.js";
 
 /** h("button", {class: "main", onclick: run}, "Run") */
 export function h(tag, props = {}, ...children) {
@@ -51,13 +53,22 @@ export function short(text, maxLength = 18) {
   return shown.length > maxLength ? `${shown.slice(0, maxLength - 1)}…` : shown;
 }
 
-/** A panel with a title, a description, and buttons to copy its data. */
+/** A panel with a title, a description, an explanation if `about.js` has one, and its tools. */
 export function panel(title, hint, { tools = [], wide = false, name = "" } = {}, ...body) {
-  const heading = h("h2", {}, title);
+  const heading = h("h2", {}, title),
+    about = ABOUT[name];
   return h(
     "section",
     { class: wide ? "panel wide" : "panel", "data-panel": name || title },
     h("header", {}, heading, h("div", { class: "tools" }, tools), h("p", { class: "hint" }, hint)),
+    about
+      ? h(
+          "details",
+          { class: "about" },
+          h("summary", {}, "What am I looking at?"),
+          about.map((text) => h("p", {}, text)),
+        )
+      : null,
     ...body,
   );
 }
@@ -109,33 +120,70 @@ export async function copy(text, message = "Copied.") {
   }
 }
 
-/** The buttons of every plot: copy its data, and copy Python code that produces it. */
+/** The Share menu of a panel: its data, Python code that computes it, its picture, a link to it, and a file of it.
+ *  Links and files hold the page's state, so these two are left to the listener of "share" events (`main.js`). */
 export function exportButtons(data, python) {
-  return [
-    h(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        onclick: () => copy(JSON.stringify(data(), null, 1), "Data copied as JSON."),
-      },
-      "Copy data",
-    ),
-    h(
-      "button",
-      { type: "button", class: "small", onclick: () => copy(python(), "Python copied.") },
-      "Copy Python",
-    ),
+  const menu = h("details", { class: "menu" }, h("summary", { class: "button small" }, "Share"));
+  const section = () => menu.closest(".panel");
+  const file = (ending) => `birkhoff-${section().dataset.panel}.${ending}`;
+  const share = (kind) => () =>
+    menu.dispatchEvent(new CustomEvent("share", { bubbles: true, detail: { kind, panel: section() } }));
+  const svg = () => download(file("svg"), new Blob([toSvg(section())], { type: "image/svg+xml" }));
+  const png = async () => download(file("png"), await toPng(section()));
+  const items = [
+    ["Copy data", () => copy(JSON.stringify(data(), null, 1), "Data copied as JSON.")],
+    ["Copy Python", async () => copy(await python(), "Python copied.")],
+    ["Save PNG", png],
+    ["Save SVG", svg],
+    ["Copy link", share("link"), "live"],
+    ["Save HTML", share("html"), "live"],
   ];
+  const run = async (work) => {
+    menu.open = false;
+    try {
+      await work();
+    } catch (error) {
+      toast(error.message);
+    }
+  };
+  append(menu, [
+    h(
+      "div",
+      { class: "menu-items" },
+      items.map(([text, work, only]) =>
+        h("button", { type: "button", class: only, onclick: () => run(work) }, text),
+      ),
+    ),
+  ]);
+  menu.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    menu.open = false;
+    menu.firstElementChild.focus();
+  });
+  menu.addEventListener("focusout", (event) => {
+    if (event.relatedTarget && !menu.contains(event.relatedTarget)) menu.open = false;
+  });
+  return [menu];
 }
+document.addEventListener("click", (event) => {
+  for (const menu of document.querySelectorAll("details.menu[open]"))
+    if (!menu.contains(event.target)) menu.open = false;
+});
 
 const tip = () => document.getElementById("tip");
+/** Shows the tooltip at a point, within the window and, if it fits there, within the box `within`. */
 export function showTip(x, y, ...children) {
+  return placeTip(x, y, null, ...children);
+}
+export function placeTip(x, y, within, ...children) {
   const node = fill(tip(), ...children);
   node.hidden = false;
-  const box = node.getBoundingClientRect();
-  node.style.left = `${Math.max(6, Math.min(x + 12, innerWidth - box.width - 6))}px`;
-  node.style.top = `${y + 16 + box.height > innerHeight ? Math.max(6, y - box.height - 10) : y + 16}px`;
+  node.style.left = node.style.top = "0px"; // its full width, before it is measured
+  const box = node.getBoundingClientRect(),
+    right = Math.min(innerWidth, within?.right ?? Infinity),
+    bottom = Math.min(innerHeight, within?.bottom ?? Infinity);
+  node.style.left = `${Math.max(6, within?.left ?? 6, Math.min(x + 12, right - box.width - 6))}px`;
+  node.style.top = `${y + 16 + box.height > bottom ? Math.max(6, y - box.height - 10) : y + 16}px`;
   return node;
 }
 export function hideTip() {
@@ -148,7 +196,7 @@ export function hideTip() {
 export function tabs(name, pages, chosen, onChoose) {
   const list = h("div", { role: "tablist", "aria-label": name });
   const buttons = new Map();
-  const choose = (id, focus) => {
+  const show = (id, focus) => {
     for (const [key, , node] of pages) {
       const on = key === id,
         button = buttons.get(key);
@@ -157,6 +205,9 @@ export function tabs(name, pages, chosen, onChoose) {
       node.hidden = !on;
       if (on && focus) button.focus();
     }
+  };
+  const choose = (id, focus) => {
+    show(id, focus);
     onChoose(id);
   };
   pages.forEach(([id, title, node], place) => {
@@ -185,5 +236,5 @@ export function tabs(name, pages, chosen, onChoose) {
     list.append(button);
   });
   choose(pages.some(([id]) => id === chosen) ? chosen : pages[0][0]);
-  return { list, choose };
+  return { list, show };
 }

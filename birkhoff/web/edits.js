@@ -17,6 +17,31 @@ export function newEdit(changes) {
   };
 }
 
+/** An edit that adds a registered vector at its recommended strength. */
+export function vectorEdit(state, name) {
+  const known = state.vectors.find((v) => v.name === name),
+    strength = known?.strength ?? 2;
+  return newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" });
+}
+
+/** The vector the bench starts with: a shipped one whose effect is plain to see, else the first. */
+export function firstEdit(state) {
+  const names = state.vectors.map((v) => v.name),
+    name = ["spooky", "sea", ...names].find((n) => names.includes(n));
+  return name ? [{ ...vectorEdit(state, name), suggested: true }] : [];
+}
+
+/** Opens the bench with this vector as its only edit. */
+export function steerWith(store, name) {
+  store.set({ edits: [vectorEdit(store.state, name)], talkPage: "steer" });
+}
+
+/** Opens the bench with one more edit; a suggested one that was not touched gives way to it. */
+export function addToBench(store, edit) {
+  store.set({ edits: [...store.state.edits.filter((e) => !e.suggested), edit], talkPage: "steer" });
+  scrollTo({ top: 0 });
+}
+
 /** Parses a layer selector such as "4", "4,6", "2..5", "-1" or "*". */
 export function layersOf(text) {
   const selector = text.trim();

@@ -2,9 +2,10 @@
 import { call, post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount } from "./colour.js";
-import { empty, fault, fill, h, panel, short, exportButtons, visible } from "./dom.js";
-import { newEdit } from "./edits.js";
-import { tokenIds, pythonScript } from "./pinned.js";
+import { empty, fault, fill, h, panel, short, exportButtons, toast, visible } from "./dom.js";
+import { addToBench, newEdit } from "./edits.js";
+import { tokenIds } from "./pinned.js";
+import { dashboardPython, featuresPython } from "./python.js";
 import { tokensOf } from "./store.js";
 import { strip, update } from "./strip.js";
 
@@ -16,13 +17,32 @@ export function featurePage(store) {
       load();
     },
   });
+  const order = h(
+    "select",
+    { "aria-label": "order of features", onchange: () => store.set({ featureOrder: order.value }) },
+    [
+      ["strength", "strength"],
+      ["specific", "specific to this token"],
+    ].map(([value, title]) => h("option", { value }, title)),
+  );
+  const query = h("input", {
+    type: "text",
+    id: "feature-search",
+    placeholder: "sea, said, before was …",
+    autocomplete: "off",
+    onkeydown: (event) => {
+      if (event.key === "Enter" && !event.isComposing) search();
+    },
+  });
+  const found = h("div", { class: "stack", "data-found": "" });
   const body = h("div", { class: "stack" }),
     text = strip([], { name: "features" }),
     top = h("div", { class: "stack" }),
     dash = h("div", { class: "stack" });
   let result = null,
     requestKey = "",
-    stop = null;
+    stop = null,
+    asked = false; // the feature of a link was asked for
   const node = h(
     "div",
     { class: "stack" },
@@ -34,26 +54,31 @@ export function featurePage(store) {
         name: "features",
         tools: exportButtons(
           () => result ?? {},
-          () =>
-            pythonScript(
-              `token_ids = ${JSON.stringify(tokenIds(store.state))}`,
-              `print(engine.features(token_ids, ${JSON.stringify(store.state.sae)}, k=5))`,
-            ),
+          () => featuresPython(store.state),
         ),
       },
-      h("div", { class: "stack" }, h("div", { class: "row" }, h("label", {}, "dictionary", choose)), body),
+      h(
+        "div",
+        { class: "stack" },
+        h("div", { class: "row" }, h("label", {}, "dictionary", choose), h("label", {}, "order by", order)),
+        h(
+          "div",
+          { class: "row live" },
+          h("label", { class: "search" }, "search all features by word", query),
+          h("button", { type: "button", id: "feature-find", onclick: () => search() }, "Search"),
+        ),
+        found,
+        body,
+      ),
     ),
     panel(
       "Feature dashboard",
-      "Top contexts, density and logits of the selected feature.",
+      "The selected feature: how its label was made and how well it predicts, where it is strongest, examples.",
       {
         name: "dashboard",
         tools: exportButtons(
           () => store.state.dashboard ?? {},
-          () =>
-            pythonScript(
-              `print(engine.feature(${JSON.stringify(store.state.sae)}, ${store.state.featureChosen ?? 0}))`,
-            ),
+          () => dashboardPython(store.state),
         ),
       },
       dash,
@@ -65,17 +90,23 @@ export function featurePage(store) {
       ids = tokenIds(state),
       key = `${state.sae}|${ids.join()}`;
     if (!state.sae || !ids.length || state.run.status === "running" || key === requestKey) return draw();
+    if (state.answers.features?.key === key || state.frozen) {
+      requestKey = key;
+      result = state.answers.features?.key === key ? state.answers.features.result : null;
+      return draw();
+    }
     requestKey = key;
     stop?.abort();
     stop = new AbortController();
     try {
       const answer = await post(
         "/v1/interp/features",
-        { sae: state.sae, token_ids: ids, k: 8 },
+        { sae: state.sae, token_ids: ids, k: READ },
         stop.signal,
       );
       if (requestKey === key) {
         result = answer;
+        store.state.answers.features = { key, result };
         draw();
       }
     } catch (error) {
@@ -115,18 +146,20 @@ export function featurePage(store) {
       return;
     }
     if (!result) {
-      fill(body, h("p", { class: "note" }, "Encoding the text…"));
+      fill(body, h("p", { class: "note" }, state.frozen ? "Not in this file." : "Encoding the text…"));
       return;
     }
+    order.value = state.featureOrder;
     const chosen = state.featureChosen,
       strength = new Map(),
+      shown = result.tokens.map((token) => ({ ...token, features: ordered(token.features, state.featureOrder) })),
       most = Math.max(
         1e-9,
         ...result.tokens.flatMap((t) =>
           t.features.filter((f) => chosen === null || f.feature === chosen).map((f) => f.activation),
         ),
       );
-    for (const token of result.tokens) {
+    for (const token of shown) {
       const one = chosen === null ? token.features[0] : token.features.find((f) => f.feature === chosen);
       strength.set(token.position, one ? one.activation / most : 0);
     }
@@ -140,33 +173,13 @@ export function featurePage(store) {
       colourOf: (token) =>
         strength.get(token.position) ? amount(strength.get(token.position) * 0.7) : null,
     });
-    const here = result.tokens.find((t) => t.position === state.pin?.position),
-      largest = here?.features[0]?.activation || 1;
+    const here = shown.find((t) => t.position === state.pin?.position),
+      first = (here?.features ?? []).slice(0, SHOWN),
+      largest = Math.max(1e-9, ...first.map((f) => f.activation));
     fill(
       top,
       here
-        ? here.features.map((f) =>
-            h(
-              "button",
-              {
-                type: "button",
-                class: "feature",
-                "aria-pressed": String(f.feature === chosen),
-                onclick: () => choose_(f.feature),
-              },
-              h("span", { class: "mono" }, `#${f.feature}`),
-              h(
-                "span",
-                {},
-                h("span", {}, visible(f.label ?? "no label")),
-                h("div", {
-                  class: "bar",
-                  style: { width: `${Math.max(1, (f.activation / largest) * 100)}%` },
-                }),
-              ),
-              h("span", { class: "mono" }, nice(f.activation)),
-            ),
-          )
+        ? first.map((f) => line(f, f.feature === chosen, nice(f.activation), f.activation / largest))
         : empty("Click a token to see its features."),
     );
     fill(
@@ -176,11 +189,54 @@ export function featurePage(store) {
         "p",
         { class: "note" },
         chosen === null
-          ? "Colours: most active feature of each token."
+          ? "Colours: activation of the first feature of each token."
           : `Colours: activation of feature #${chosen} where it is among a token's most active.`,
       ),
       top,
     );
+  }
+  /** One feature as a button: number, label with its score, a bar or a context, and a number at the right. */
+  function line(f, pressed, right, share = null, below = null) {
+    return h(
+      "button",
+      {
+        type: "button",
+        class: "feature",
+        "aria-pressed": String(pressed),
+        onclick: () => choose_(f.feature),
+      },
+      h("span", { class: "mono" }, `#${f.feature}`),
+      h(
+        "span",
+        {},
+        h("span", {}, visible(f.label ?? "no label"), " ", scoreBadge(f.score)),
+        share === null ? null : h("div", { class: "bar", style: { width: `${Math.max(1, share * 100)}%` } }),
+        below ? h("div", { class: "context text note" }, marked(below)) : null,
+      ),
+      h("span", { class: "mono" }, right),
+    );
+  }
+  async function search() {
+    const words = query.value.trim(),
+      { sae } = store.state;
+    if (!words || !sae) {
+      fill(found);
+      return;
+    }
+    try {
+      const path = `/v1/interp/features/${encodeURIComponent(sae)}`,
+        answer = await call(`${path}?q=${encodeURIComponent(words)}&limit=12`),
+        share = (f) => `${(f.density * 100).toFixed(1)} %`;
+      fill(
+        found,
+        answer.features.length
+          ? h("p", { class: "note" }, `Features with “${visible(words)}”, best first; right: share of tokens.`)
+          : empty(`None of the ${answer.described} described features has “${visible(words)}”.`),
+        answer.features.map((f) => line(f, false, share(f), null, f.context)),
+      );
+    } catch (error) {
+      fill(found, fault(error));
+    }
   }
   async function choose_(feature) {
     store.set({ featureChosen: feature, dashboard: null });
@@ -192,9 +248,14 @@ export function featurePage(store) {
       store.set({ dashboard: { error } });
     }
   }
-  store.on(["run", "pin", "sae", "saes", "featureChosen", "theme"], () => {
+  store.on(["run", "pin", "sae", "saes", "featureChosen", "featureOrder", "theme"], (state) => {
     draw();
     load();
+    // a link names a feature; what it is comes from the server
+    if (state.sae && state.saes.length && state.featureChosen !== null && !state.dashboard && !asked && !state.frozen) {
+      asked = true;
+      choose_(state.featureChosen);
+    }
   });
   store.on(["dashboard", "featureChosen", "theme"], ({ dashboard, featureChosen, sae }) => {
     if (featureChosen === null || featureChosen === undefined) {
@@ -209,21 +270,21 @@ export function featurePage(store) {
       fill(dash, fault(dashboard.error));
       return;
     }
-    const clamp = () =>
-      store.set({
-        edits: [
-          ...store.state.edits,
-          newEdit({
-            kind: "feature",
-            module: sae,
-            feature: featureChosen,
-            label: dashboard.label,
-            name: `${sae}/${featureChosen}`,
-            strength: Number(((dashboard.x_max ?? 4) * 1.5).toPrecision(3)),
-            most: (dashboard.x_max ?? 4) * 4,
-          }),
-        ],
-      });
+    const clamp = () => {
+      addToBench(
+        store,
+        newEdit({
+          kind: "feature",
+          module: sae,
+          feature: featureChosen,
+          label: dashboard.label,
+          name: `${sae}/${featureChosen}`,
+          strength: Number(((dashboard.x_max ?? 4) * 1.5).toPrecision(3)),
+          most: (dashboard.x_max ?? 4) * 4,
+        }),
+      );
+      toast(`Feature ${featureChosen} is on the bench: run both.`);
+    };
     const logits = (title, list) =>
       list?.length
         ? h(
@@ -242,8 +303,9 @@ export function featurePage(store) {
       h(
         "div",
         { class: "row centre" },
-        h("strong", {}, `#${featureChosen} ${dashboard.label ?? "no label"}`),
-        h("button", { type: "button", id: "clamp", onclick: clamp }, "Add clamp to Steer"),
+        h("strong", {}, `#${featureChosen} ${visible(dashboard.label ?? "no label")}`),
+        scoreBadge(dashboard.score),
+        h("button", { type: "button", id: "clamp", onclick: clamp }, "Clamp it on the bench"),
       ),
       h(
         "p",
@@ -252,23 +314,52 @@ export function featurePage(store) {
           ? "density unknown"
           : `active on ${(dashboard.density * 100).toFixed(2)} % of tokens`,
         `, maximum ${nice(dashboard.x_max ?? NaN)}`,
+        dashboard.made ? `. ${MADE[dashboard.made] ?? ""}` : "",
+        dashboard.score === null || dashboard.score === undefined
+          ? ""
+          : ` It correlates ${dashboard.score.toFixed(2)} with the activation on ${dashboard.scored_rows} tokens of ` +
+              "texts it was not chosen on.",
       ),
       logits("makes likelier", dashboard.top_logits),
       logits("makes less likely", dashboard.bottom_logits),
-      h("h3", {}, "top contexts"),
-      (dashboard.contexts ?? []).length
-        ? dashboard.contexts.map((c) =>
-            h(
-              "p",
-              { class: "context text" },
-              marked(c.text),
-              h("span", { class: "note" }, `  ${nice(c.value)}`),
-            ),
-          )
-        : h("p", { class: "note" }, "none were kept with this dictionary"),
+      h("h3", {}, "strongest contexts"),
+      contexts(dashboard.contexts),
+      h("h3", {}, "examples of its other activations, drawn at random"),
+      contexts(dashboard.examples),
     );
   });
   return node;
+}
+
+const READ = 32, // features asked for of each token
+  SHOWN = 8;
+const MADE = {
+  rule: "The label is the simple rule that predicts it best.",
+  peaks: "No simple rule predicts it; the label names tokens it is strongest on.",
+  clamp: "The label says what raising it does to answers, as measured.",
+  given: "The label came with the dictionary.",
+};
+
+/** Features by activation, or by activation times the surprise that the feature is active at all. */
+function ordered(features, order) {
+  if (order !== "specific") return features;
+  const weight = (f) => f.activation * -Math.log(Math.max(f.density ?? 1, 1e-6));
+  return [...features].sort((a, b) => weight(b) - weight(a));
+}
+
+/** How well a label predicts, as a small mark. */
+function scoreBadge(score) {
+  if (score === null || score === undefined) return null;
+  const kind = score >= 0.5 ? "ok" : score >= 0.3 ? "" : "warn",
+    title = "correlation of the label's rule with the activation, on texts it was not chosen on";
+  return h("span", { class: `badge ${kind}`, title }, `score ${score.toFixed(2)}`);
+}
+
+function contexts(list) {
+  if (!list?.length) return h("p", { class: "note" }, "none were kept with this dictionary");
+  return list.map((c) =>
+    h("p", { class: "context text" }, marked(c.text), h("span", { class: "note" }, `  ${nice(c.value)}`)),
+  );
 }
 
 /** A context whose peak is in brackets; the bracketed part is highlighted. */

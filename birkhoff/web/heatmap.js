@@ -1,6 +1,6 @@
 // Token × sublayer heat map on a canvas. Values are painted once into a bitmap, one pixel per cell; panning
 // and zooming only redraw the bitmap, so the cost of a frame does not depend on the number of cells.
-import { amount, css, ink, signed, sizeCanvas } from "./colour.js";
+import { amount, ink, signed, sizeCanvas } from "./colour.js";
 import { h } from "./dom.js";
 
 const LEFT = 58,
@@ -27,6 +27,7 @@ export class Heatmap {
       view: { x: 0, y: 0, zoom: 1 },
       frame: 0,
     });
+    this.canvas.repaint = (context) => this._paintInto(context);
     this.bitmap = document.createElement("canvas");
     this._listen();
     new ResizeObserver(() => this.draw()).observe(this.node);
@@ -97,10 +98,14 @@ export class Heatmap {
   }
 
   _paint() {
-    const { width, inner, tall, cellWidth, cellHeight } = this._sizes(),
+    const context = sizeCanvas(this.canvas, this._sizes().width, this.height);
+    context.clearRect(0, 0, this._sizes().width, this.height);
+    this._paintInto(context);
+  }
+
+  _paintInto(context) {
+    const { inner, tall, cellWidth, cellHeight } = this._sizes(),
       view = this.view;
-    const context = sizeCanvas(this.canvas, width, this.height);
-    context.clearRect(0, 0, width, this.height);
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = ink("soft");
     if (!this.columns) return;

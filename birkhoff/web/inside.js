@@ -2,9 +2,10 @@
 import { post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount, rampLegend, signed } from "./colour.js";
-import { empty, fault, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
+import { empty, fault, fill, h, panel, short, exportButtons } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
-import { ordinary, tokenIds, pinnedToken, pythonTrace } from "./pinned.js";
+import { ordinary, tokenIds, pinnedToken } from "./pinned.js";
+import { heatmapPython } from "./python.js";
 import { picture, SCALARS } from "./scalars.js";
 import { tokensOf } from "./store.js";
 
@@ -14,18 +15,24 @@ export function heatmapPanel(store) {
     height: 320,
     onPin: (column, row) =>
       store.set({ pin: { position: column, row, twin: store.state.pin?.twin ?? false } }),
-    onHover: (cell, event) => {
-      if (!cell || !map.value) return hideTip();
-      const value = map.value(cell.column, cell.row),
-        token = tokensOf(store.state.run, store.state.pin?.twin)[cell.column];
-      showTip(
-        event.clientX,
-        event.clientY,
-        h("div", { class: "mono" }, `“${short(token?.text ?? "", 30)}”  ·  position ${cell.column}`),
-        h("div", {}, `${map.rows[cell.row]}: ${value === undefined ? "no value" : nice(value)}`),
-      );
-    },
+    onHover: (cell) => read(cell),
   });
+  // Values are read out below the map: a pop-up would cover the cells around the pointer.
+  const readout = h("p", { class: "note mono readout" });
+  const read = (cell) => {
+    if (!cell || !map.value) {
+      fill(readout, "Point at a cell to read its value.");
+      return;
+    }
+    const value = map.value(cell.column, cell.row),
+      token = tokensOf(store.state.run, store.state.pin?.twin)[cell.column];
+    fill(
+      readout,
+      `“${short(token?.text ?? "", 30)}”  ·  position ${cell.column}  ·  `,
+      `${map.rows[cell.row]}: ${value === undefined ? "no value" : nice(value)}`,
+    );
+  };
+  read(null);
   const scalar = h(
     "select",
     { "aria-label": "heat map value" },
@@ -59,7 +66,7 @@ export function heatmapPanel(store) {
       name: "heatmap",
       tools: exportButtons(
         () => data(store.state),
-        () => pythonTrace(store.state, ordinary(store.state) ? "pre_attn" : "mhc_streams_pre_attn"),
+        () => heatmapPython(store.state, SCALARS[store.state.scalar].title),
       ),
     },
     h(
@@ -141,12 +148,14 @@ export function heatmapPanel(store) {
           : kind.ask
             ? state.run.status === "running"
               ? "Computed when generation has finished."
-              : "Computing…"
+              : state.frozen
+                ? "Not in this file."
+                : "Computing…"
             : "Not recorded in this run.";
       fill(body, empty(why));
       return;
     }
-    if (!map.node.isConnected) fill(body, map.node, legend);
+    if (!map.node.isConnected) fill(body, map.node, legend, readout);
     const text = tokensOf(state.run, state.pin?.twin);
     map.show({ ...shown, names: (x) => short(text[x]?.text ?? "", 10) });
     map.pin(state.pin?.position ?? null, state.pin?.row);
@@ -185,7 +194,7 @@ async function ask(store) {
   const state = store.state,
     kind = SCALARS[state.scalar],
     run = state.run;
-  if (!kind.ask || run.status === "running") return;
+  if (!kind.ask || run.status === "running" || state.frozen) return;
   const ids = tokenIds(state),
     key = `${kind.ask}:${state.pin?.twin ? "twin" : "run"}`;
   if (!ids.length || state.asked?.[key]?.of === ids.join()) return;

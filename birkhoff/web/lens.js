@@ -1,7 +1,8 @@
 // The logit lens of the pinned token: top tokens per depth and stream.
 import { amount, shadedCell } from "./colour.js";
 import { fill, h, panel, rowHead, short, exportButtons, table } from "./dom.js";
-import { askAboutPin, tokenIds, pythonScript } from "./pinned.js";
+import { askAboutPin } from "./pinned.js";
+import { lensPython } from "./python.js";
 
 export function lensPanel(store) {
   const body = h("div", { class: "stack" });
@@ -14,12 +15,7 @@ export function lensPanel(store) {
       name: "lens",
       tools: exportButtons(
         () => current() ?? {},
-        () =>
-          pythonScript(
-            `lens = engine.lens(${JSON.stringify(tokenIds(store.state, store.state.pin?.position ?? -1))})`,
-            "for depth in range(lens.depths):",
-            "    print(depth, [lens.top(depth, of=view, k=3) for view in lens.views])",
-          ),
+        () => lensPython(store.state),
       ),
     },
     body,

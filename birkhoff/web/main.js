@@ -2,48 +2,23 @@
 import { keys } from "./api.js";
 import { chatPage } from "./chat.js";
 import { contrastPage } from "./contrast.js";
-import { copy, fill, h, tabs } from "./dom.js";
+import { fill, h, tabs } from "./dom.js";
 import { featurePage } from "./features.js";
 import { heatmapPanel, pinLine } from "./inside.js";
 import { lensPanel } from "./lens.js";
 import { expertPanel, memoryPanel } from "./memory.js";
 import { filmStrip, lineagePanel } from "./mixing.js";
-import { fromLink, toLink } from "./recipe.js";
+import { fromLink } from "./recipe.js";
 import { capturePage, requestPage } from "./requests.js";
 import { refreshProps, startRun } from "./runs.js";
+import { copyLink, share } from "./share.js";
 import { steerPage } from "./steer.js";
-import { makeStore, newRun } from "./store.js";
+import { initialState } from "./state.js";
+import { makeStore } from "./store.js";
+import { startTour } from "./tour.js";
 import { loadSaes, loadVectors } from "./vectors.js";
 
-const store = makeStore({
-  props: null,
-  connected: false,
-  theme: "light",
-  conversation: [],
-  draft: "",
-  benchPrompt: "Tell me a story about a little fox.",
-  edits: [],
-  vectors: [],
-  saes: [],
-  sae: null,
-  vector: null,
-  settings: { temperature: 0.8, maxTokens: 120, seed: 7 },
-  run: newRun(),
-  pin: null,
-  scalar: "stream_norm",
-  stream: "all",
-  lensView: "head",
-  asked: {},
-  tint: "surprise",
-  steerChat: false,
-  live: false,
-  sweep: null,
-  featureChosen: null,
-  dashboard: null,
-  benchError: null,
-  talkPage: "chat",
-  lookPage: "inside",
-});
+const store = makeStore(initialState());
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
@@ -57,11 +32,7 @@ setTheme(
 document
   .getElementById("theme")
   .addEventListener("click", () => setTheme(store.state.theme === "dark" ? "light" : "dark"));
-document.getElementById("recipe").addEventListener("click", () => {
-  const link = toLink(store.state);
-  history.replaceState(null, "", link);
-  copy(link, "Link copied. It contains the prompt, the seed and all edits.");
-});
+document.getElementById("recipe").addEventListener("click", () => copyLink(store.state));
 
 let restored = null,
   linkError = null;
@@ -70,7 +41,7 @@ try {
 } catch (error) {
   linkError = error;
 }
-if (restored) store.set(restored.state);
+if (restored) store.set({ ...restored.state, suggestEdit: false });
 
 const inside = h(
   "div",
@@ -104,12 +75,22 @@ for (const [place, name, pages, key] of [
 ]) {
   const root = document.getElementById(place),
     bar = tabs(name, pages, store.state[key], (id) => store.set({ [key]: id }));
+  store.on([key], (state) => bar.show(state[key]), false);
   fill(
     root,
     bar.list,
     pages.map(([, , node]) => node),
   );
 }
+
+store.on(["talkPage"], ({ talkPage }) => {
+  document.querySelector("main").dataset.talk = talkPage;
+});
+document.getElementById("tour").addEventListener("click", () => startTour(store));
+document
+  .getElementById("save-view")
+  .addEventListener("click", () => share(store, { kind: "html", panel: null }));
+document.addEventListener("share", (event) => share(store, event.detail));
 
 const banner = document.getElementById("banner"),
   model = document.getElementById("model");
@@ -120,24 +101,26 @@ function showBanner(...children) {
 
 function promptForKey() {
   const reason = keys.get() ? "That key was not accepted. " : "This server requires an API key. ";
-  const key = h("input", { type: "password", "aria-label": "key", autocomplete: "off" }),
-    steering = h("input", { type: "password", "aria-label": "steering key", autocomplete: "off" });
+  const submit = () => {
+    keys.set(key.value, steering.value);
+    connect();
+  };
+  const field = (label) =>
+    h("input", {
+      type: "password",
+      "aria-label": label,
+      autocomplete: "off",
+      onkeydown: (event) => {
+        if (event.key === "Enter" && !event.isComposing) submit();
+      },
+    });
+  const key = field("key"),
+    steering = field("steering key");
   showBanner(
     h("strong", {}, reason),
     h("label", {}, "key", key),
     h("label", {}, "steering key (optional)", steering),
-    h(
-      "button",
-      {
-        type: "button",
-        class: "main",
-        onclick: () => {
-          keys.set(key.value, steering.value);
-          connect();
-        },
-      },
-      "Connect",
-    ),
+    h("button", { type: "button", class: "main", onclick: submit }, "Connect"),
   );
   key.focus();
 }
@@ -161,9 +144,9 @@ async function connect() {
     if (restored?.model && restored.model !== props.model)
       showBanner(`This link was created with ${restored.model}, but this server runs ${props.model}.`);
     if (restored?.ran) {
-      const { pair, pin } = restored;
+      const link = restored;
       restored = null;
-      await replay(pair, pin);
+      await replay(link);
     }
     restored = null;
     trying = setTimeout(watch, 3000);
@@ -190,11 +173,16 @@ async function watch() {
     connect();
   }
 }
-async function replay(pair, pin) {
+async function replay({ pair, pin, branch, panel }) {
   const messages = pair ? [{ role: "user", content: store.state.benchPrompt }] : store.state.conversation;
   if (!messages.length) return;
-  await startRun(store, { messages, steered: pair || store.state.steerChat, baseline: pair });
+  await startRun(store, { messages, branch, steered: pair || store.state.steerChat, baseline: pair });
   if (pin) store.set({ pin });
+  if (panel) setTimeout(() => showPanel(panel), 300); // when panels have their final height
+}
+function showPanel(name) {
+  const panel = [...document.querySelectorAll("[data-panel]")].find((node) => node.dataset.panel === name);
+  panel?.scrollIntoView({ block: "center" });
 }
 store.on(
   ["run"],

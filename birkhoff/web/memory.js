@@ -1,12 +1,23 @@
 // Attention of the pinned token over the text, and the experts it was routed to.
-import { amount, canvasOf, css, ink, isDark } from "./colour.js";
+import { amount, css, ink, isDark, paintedCanvas, textColourOn } from "./colour.js";
 import { empty, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
-import { askAboutPin, notHere, tokenIds, pinnedFrame, pythonScript } from "./pinned.js";
+import { askAboutPin, notHere, pinnedFrame } from "./pinned.js";
+import { expertsPython, memoryPython } from "./python.js";
 import { tokensOf } from "./store.js";
 
 const ROW = 20,
   LEFT = 84,
   RIGHT = 92;
+
+/** What a layer of this kind attends to. */
+function kindHint(kind) {
+  const hints = {
+    window: "sliding window only: the nearest tokens, one by one",
+    csa: "compressed sparse attention: the window, and of the blocks of 4 tokens those its indexer selects",
+    hca: "heavily compressed attention: the window, and every block of 128 tokens",
+  };
+  return hints[kind] ?? `the window and ${kind} tokens`;
+}
 
 export function memoryPanel(store) {
   const body = h("div", { class: "stack" });
@@ -20,12 +31,7 @@ export function memoryPanel(store) {
       name: "memory",
       tools: exportButtons(
         () => current() ?? {},
-        () =>
-          pythonScript(
-            `token_ids = ${JSON.stringify(tokenIds(store.state, store.state.pin?.position ?? -1))}`,
-            "for layer, memory in enumerate(engine.attention(token_ids)):",
-            "    print(layer, memory.ratio, memory.window, memory.entries, memory.sink)",
-          ),
+        () => memoryPython(store.state),
       ),
     },
     body,
@@ -35,52 +41,49 @@ export function memoryPanel(store) {
       width = Math.max(300, body.clientWidth || 600),
       inner = width - LEFT - RIGHT,
       each = inner / length;
-    const canvas = canvasOf(
-        width,
-        result.layers.length * ROW + 18,
-        `attention of the pinned token in ${result.layers.length} layers`,
-      ),
-      context = canvas.getContext("2d");
-    context.font = "11px system-ui, sans-serif";
-    context.textBaseline = "middle";
-    const spans = [];
-    result.layers.forEach((layer, y) => {
-      const top = y * ROW;
-      context.fillStyle = ink("soft");
-      context.fillText(`${y} ${layer.kind}`, 2, top + ROW / 2);
-      context.fillStyle = ink("wash");
-      context.fillRect(LEFT, top + 2, inner, ROW - 4);
-      const paint = (span, upper, tall) => {
-        context.fillStyle = css(amount(Math.min(1, Math.sqrt(span.weight) * 1.15)));
-        context.fillRect(
-          LEFT + span.from * each,
-          top + upper,
-          Math.max((span.to - span.from) * each - (span.to - span.from > 1 ? 1 : 0), 1.5),
-          tall,
-        );
-        spans.push({ ...span, layer: y, top: top + upper, tall, kind: layer.kind });
-      };
-      layer.blocks.forEach((span) => paint(span, 2, ROW / 2 - 2));
-      layer.window.forEach((span) =>
-        paint(span, layer.entries ? ROW / 2 : 2, layer.entries ? ROW / 2 - 2 : ROW - 4),
-      );
-      context.fillStyle = ink("soft");
-      context.fillText(
-        `sink ${(layer.sink * 100).toFixed(0)} %${layer.entries ? `  ${layer.chosen}/${layer.entries}` : ""}`,
-        width - RIGHT + 6,
-        top + ROW / 2,
-      );
+    const spans = result.layers.flatMap((layer, y) => {
+      const at = (upper, tall) => (span) => ({ ...span, layer: y, top: y * ROW + upper, tall, kind: layer.kind });
+      const lower = layer.entries ? at(ROW / 2, ROW / 2 - 2) : at(2, ROW - 4);
+      return [...layer.blocks.map(at(2, ROW / 2 - 2)), ...layer.window.map(lower)];
     });
-    context.fillStyle = ink("soft");
-    context.fillText("first token", LEFT, result.layers.length * ROW + 9);
-    context.textAlign = "right";
-    context.fillText("pinned token", LEFT + inner, result.layers.length * ROW + 9);
+    const paint = (context) => {
+      context.font = "11px system-ui, sans-serif";
+      context.textBaseline = "middle";
+      context.textAlign = "left";
+      result.layers.forEach((layer, y) => {
+        const middle = y * ROW + ROW / 2;
+        context.fillStyle = ink("soft");
+        context.fillText(`${y} ${layer.kind}`, 2, middle);
+        context.fillText(
+          `sink ${(layer.sink * 100).toFixed(0)} %${layer.entries ? `  ${layer.chosen}/${layer.entries}` : ""}`,
+          width - RIGHT + 6,
+          middle,
+        );
+        context.fillStyle = ink("wash");
+        context.fillRect(LEFT, y * ROW + 2, inner, ROW - 4);
+      });
+      for (const { from, to, weight, top, tall } of spans) {
+        context.fillStyle = css(amount(Math.min(1, Math.sqrt(weight) * 1.15)));
+        context.fillRect(LEFT + from * each, top, Math.max((to - from) * each - (to - from > 1 ? 1 : 0), 1.5), tall);
+      }
+      context.fillStyle = ink("soft");
+      context.fillText("first token", LEFT, result.layers.length * ROW + 9);
+      context.textAlign = "right";
+      context.fillText("pinned token", LEFT + inner, result.layers.length * ROW + 9);
+    };
+    const label = `attention of the pinned token in ${result.layers.length} layers`,
+      canvas = paintedCanvas(width, result.layers.length * ROW + 18, label, paint);
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(),
         x = (event.clientX - box.left - LEFT) / each,
         y = event.clientY - box.top;
       const span = spans.find((s) => x >= s.from && x < s.to && y >= s.top && y < s.top + s.tall);
-      if (!span) return hideTip();
+      if (!span) {
+        const layer = result.layers[Math.floor(y / ROW)];
+        if (!layer || x >= 0) return hideTip();
+        showTip(event.clientX, event.clientY, h("div", {}, h("strong", {}, layer.kind), `: ${kindHint(layer.kind)}`));
+        return;
+      }
       const text = tokensOf(store.state.run, store.state.pin?.twin)
         .slice(span.from, span.to)
         .map((t) => t.text)
@@ -102,6 +105,14 @@ export function memoryPanel(store) {
     fill(
       body,
       h("div", { class: "scroll" }, canvas),
+      h(
+        "dl",
+        { class: "kinds note" },
+        [...new Set(result.layers.map((layer) => layer.kind))].map((kind) => [
+          h("dt", { class: "mono" }, kind),
+          h("dd", {}, kindHint(kind)),
+        ]),
+      ),
       h(
         "p",
         { class: "note" },
@@ -130,11 +141,7 @@ export function expertPanel(store) {
       name: "experts",
       tools: exportButtons(
         () => pinnedFrame(store.state)?.experts ?? [],
-        () =>
-          pythonScript(
-            `trace = engine.trace(${JSON.stringify(tokenIds(store.state))}, hooks=["moe_topk"])`,
-            `print(trace["moe_topk", 0][${store.state.pin?.position ?? -1}])  # expert id, weight`,
-          ),
+        () => expertsPython(store.state),
       ),
     },
     body,
@@ -149,33 +156,48 @@ export function expertPanel(store) {
     const count = state.props?.num_experts ?? Math.max(...frame.experts.flat().map(([id]) => id)) + 1,
       hashed = new Set(state.props?.hash_routed_layers ?? []);
     const left = 58,
+      head = 14,
       width = Math.max(220, Math.min(body.clientWidth || 340, 560)),
-      size = Math.max(2, Math.min(18, (width - left) / count)),
-      tall = Math.max(size, 13);
-    const canvas = canvasOf(
-        left + size * count,
-        tall * frame.experts.length,
-        "experts chosen in every layer",
-      ),
-      context = canvas.getContext("2d");
-    context.font = "11px system-ui, sans-serif";
-    context.textBaseline = "middle";
-    const most = Math.max(...frame.experts.flat().map(([, w]) => w), 1e-9);
-    frame.experts.forEach((chosen, layer) => {
+      size = Math.max(2, Math.min(20, (width - left) / count)),
+      tall = Math.max(size, 14),
+      most = Math.max(...frame.experts.flat().map(([, w]) => w), 1e-9);
+    const paint = (context) => {
+      context.textBaseline = "middle";
+      context.font = "10px system-ui, sans-serif";
+      context.textAlign = "center";
       context.fillStyle = ink("soft");
-      context.fillText(`${hashed.has(layer) ? "#" : " "}layer ${layer}`, 2, layer * tall + tall / 2);
-      for (let e = 0; e < count; e++) {
-        context.fillStyle = ink("wash");
-        context.fillRect(left + e * size, layer * tall + 1, size - 1, tall - 2);
-      }
-      for (const [id, weight] of chosen) {
-        context.fillStyle = css(amount(0.2 + 0.8 * (weight / most)));
-        context.fillRect(left + id * size, layer * tall + 1, size - 1, tall - 2);
-      }
-    });
+      const every = Math.ceil(16 / size);
+      for (let e = 0; e < count; e += every) context.fillText(String(e), left + (e + 0.5) * size - 0.5, head / 2);
+      frame.experts.forEach((chosen, layer) => {
+        const top = head + layer * tall;
+        context.textAlign = "left";
+        context.font = "11px system-ui, sans-serif";
+        context.fillStyle = ink("soft");
+        context.fillText(`${hashed.has(layer) ? "#" : " "}layer ${layer}`, 2, top + tall / 2);
+        for (let e = 0; e < count; e++) {
+          context.fillStyle = ink("wash");
+          context.fillRect(left + e * size, top + 1, size - 1, tall - 2);
+        }
+        context.textAlign = "center";
+        context.font = "10px system-ui, sans-serif";
+        for (const [id, weight] of chosen) {
+          const rgb = amount(0.2 + 0.8 * (weight / most));
+          context.fillStyle = css(rgb);
+          context.fillRect(left + id * size, top + 1, size - 1, tall - 2);
+          context.fillStyle = textColourOn(rgb);
+          if (size >= 13) context.fillText(String(id), left + (id + 0.5) * size - 0.5, top + tall / 2);
+        }
+      });
+    };
+    const canvas = paintedCanvas(
+      left + size * count,
+      head + tall * frame.experts.length,
+      "experts chosen in every layer",
+      paint,
+    );
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(),
-        layer = Math.floor((event.clientY - box.top) / tall);
+        layer = Math.floor((event.clientY - box.top - head) / tall);
       if (!frame.experts[layer]) return hideTip();
       showTip(
         event.clientX,

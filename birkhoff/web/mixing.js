@@ -1,7 +1,8 @@
 // The mixers of every sublayer for one token, and their product between two sublayers.
-import { amount, canvasOf, css, ink, shadedCell, streamColour } from "./colour.js";
+import { amount, css, ink, paintedCanvas, rampLegend, shadedCell, streamColour, streamLegend } from "./colour.js";
 import { empty, fill, h, hideTip, panel, rowHead, showTip, exportButtons, table } from "./dom.js";
-import { notHere, pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
+import { notHere, pinnedFrame, sublayerName } from "./pinned.js";
+import { filmPython, lineagePython } from "./python.js";
 
 const CELL = 14,
   GAP = 5,
@@ -19,7 +20,7 @@ export function filmStrip(store) {
       name: "film",
       tools: exportButtons(
         () => pinnedFrame(store.state) ?? {},
-        () => pythonTrace(store.state, "mhc_attn_res_mix"),
+        () => filmPython(store.state),
       ),
     },
     body,
@@ -38,38 +39,36 @@ export function filmStrip(store) {
       tall = tile + BAR + 30;
     const across = Math.max(1, Math.floor((body.clientWidth || 600) / wide)),
       lines = Math.ceil(count / across);
-    const canvas = canvasOf(
-        Math.min(across, count) * wide,
-        lines * tall,
-        `mixing matrices of ${count} sublayers for the pinned token`,
-      ),
-      context = canvas.getContext("2d");
-    context.font = "10px system-ui, sans-serif";
-    for (let s = 0; s < count; s++) {
-      const left = (s % across) * wide,
-        top = Math.floor(s / across) * tall,
-        x0 = left + BAR + 2,
-        y0 = top + 14;
-      context.fillStyle = ink("soft");
-      context.fillText(sublayerName(s), x0, top + 10);
-      frame.res_mix[s].forEach((line, from) =>
-        line.forEach((value, to) => {
-          context.fillStyle = css(amount(value));
-          context.fillRect(x0 + to * CELL, y0 + from * CELL, CELL - 1, CELL - 1);
-        }),
-      );
-      const most = Math.max(...(frame.pre_mix?.[s] ?? [1]), 1e-9),
-        mostOut = Math.max(...(frame.post_mix?.[s] ?? [1]), 1e-9);
-      frame.pre_mix?.[s]?.forEach((value, stream) => {
-        context.fillStyle = streamColour(stream);
-        const w = (value / most) * BAR;
-        context.fillRect(x0 - 2 - w, y0 + stream * CELL + 2, w, CELL - 5);
-      });
-      frame.post_mix?.[s]?.forEach((value, stream) => {
-        context.fillStyle = streamColour(stream);
-        context.fillRect(x0 + stream * CELL + 2, y0 + tile + 2, CELL - 5, (value / mostOut) * BAR);
-      });
-    }
+    const paint = (context) => {
+      context.font = "10px system-ui, sans-serif";
+      for (let s = 0; s < count; s++) {
+        const left = (s % across) * wide,
+          top = Math.floor(s / across) * tall,
+          x0 = left + BAR + 2,
+          y0 = top + 14;
+        context.fillStyle = ink("soft");
+        context.fillText(sublayerName(s), x0, top + 10);
+        frame.res_mix[s].forEach((line, from) =>
+          line.forEach((value, to) => {
+            context.fillStyle = css(amount(value));
+            context.fillRect(x0 + to * CELL, y0 + from * CELL, CELL - 1, CELL - 1);
+          }),
+        );
+        const most = Math.max(...(frame.pre_mix?.[s] ?? [1]), 1e-9),
+          mostOut = Math.max(...(frame.post_mix?.[s] ?? [1]), 1e-9);
+        frame.pre_mix?.[s]?.forEach((value, stream) => {
+          context.fillStyle = streamColour(stream);
+          const w = (value / most) * BAR;
+          context.fillRect(x0 - 2 - w, y0 + stream * CELL + 2, w, CELL - 5);
+        });
+        frame.post_mix?.[s]?.forEach((value, stream) => {
+          context.fillStyle = streamColour(stream);
+          context.fillRect(x0 + stream * CELL + 2, y0 + tile + 2, CELL - 5, (value / mostOut) * BAR);
+        });
+      }
+    };
+    const label = `mixing matrices of ${count} sublayers for the pinned token`,
+      canvas = paintedCanvas(Math.min(across, count) * wide, lines * tall, label, paint);
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(),
         s =
@@ -82,12 +81,14 @@ export function filmStrip(store) {
     const worst = Math.max(...frame.res_mix.map(stochasticError));
     fill(
       body,
+      h("div", { class: "row centre" }, streamLegend(m), rampLegend("tile: 0", "1")),
       h("div", { class: "scroll" }, canvas),
       h(
         "p",
         { class: "note" },
-        `Largest deviation of a row or column sum from 1 over all ${count} sublayers: ` +
-          `${worst.toExponential(1)}. Colours range from 0 (pale) to 1 (dark).`,
+        "Row: the stream it comes from, column: the stream it goes to, 0 to 3 from the top and from the left. " +
+          `Largest deviation of a row or column sum from 1 over all ${count} sublayers: ` +
+          `${worst.toExponential(1)}.`,
       ),
     );
   };
@@ -158,9 +159,7 @@ export function lineagePanel(store) {
       name: "lineage",
       tools: exportButtons(
         () => ({ from: Number(from.value), to: Number(to.value), product: value() }),
-        () =>
-          pythonTrace(store.state, "mhc_attn_res_mix") +
-          "\n# the lineage is the product of these matrices in sublayer order",
+        () => lineagePython(store.state, Number(from.value), Number(to.value)),
       ),
     },
     h("div", { class: "row" }, h("label", {}, "from", from), h("label", {}, "to", to)),
@@ -182,8 +181,8 @@ export function lineagePanel(store) {
             h("option", { value: s }, s === count ? "the head" : `before ${sublayerName(s)}`),
           ),
         );
-      from.value = 0;
-      to.value = count;
+      from.value = Math.min(store.state.lineage?.from ?? 0, count);
+      to.value = Math.min(store.state.lineage?.to ?? count, count);
     }
     if (Number(to.value) < Number(from.value)) to.value = from.value;
     const product = value(),
@@ -197,8 +196,11 @@ export function lineagePanel(store) {
       h("p", { class: "note" }, spread(product, m)),
     );
   };
-  from.addEventListener("change", draw);
-  to.addEventListener("change", draw);
+  for (const select of [from, to])
+    select.addEventListener("change", () => {
+      store.set({ lineage: { from: Number(from.value), to: Number(to.value) } });
+      draw();
+    });
   store.on(["run", "pin", "theme", "props"], draw);
   return node;
 }

@@ -3,6 +3,8 @@ import { post } from "./api.js";
 import { empty, fault, fill } from "./dom.js";
 import { tokensOf } from "./store.js";
 
+const ANSWERS = 8; // answers about pinned tokens that are kept, for coming back to a token and for files
+
 export function framesOf(state) {
   return state.pin?.twin ? state.run.twinFrames : state.run.frames;
 }
@@ -46,12 +48,24 @@ export function askAboutPin(store, body, { path, fields = {}, hint, delay, v4 },
     const ids = tokenIds(state, state.pin.position),
       key = ids.join();
     if (key === requestKey) return;
+    const kept = (state.answers[path] ??= []),
+      known = kept.find((one) => one.key === key);
+    if (known || state.frozen) {
+      requestKey = key;
+      answer = known?.result ?? null;
+      if (known) draw(answer);
+      else fill(body, empty("This file holds this picture only for tokens that were pinned before it was saved."));
+      return;
+    }
     requestKey = key;
     stop?.abort();
     stop = new AbortController();
     try {
       const result = await post(path, { token_ids: ids, position: -1, ...fields }, stop.signal);
-      if (requestKey === key) draw((answer = result));
+      if (requestKey !== key) return;
+      kept.unshift({ key, result });
+      kept.length = Math.min(kept.length, ANSWERS);
+      draw((answer = result));
     } catch (error) {
       if (error.name !== "AbortError") {
         requestKey = "";
@@ -77,19 +91,3 @@ export function tokenIds(state, upTo = Infinity) {
 export const sublayerName = (s) => `${s % 2 ? "ffn" : "attn"} ${Math.floor(s / 2)}`;
 
 export const pyText = (value) => JSON.stringify(value).replace(/\u2028|\u2029/g, " ");
-
-/** A Python script that loads nano and runs `lines`. */
-export const pythonScript = (...lines) =>
-  ["import birkhoff", "", 'engine = birkhoff.load("nano")', ...lines].join("\n");
-
-/** Python code that reads what a panel shows. */
-export function pythonTrace(state, hook) {
-  const layers = state.props?.num_layers ?? "…";
-  return `import birkhoff
-
-engine = birkhoff.load(${pyText(state.props?.model_path ?? state.props?.model ?? "nano")})
-token_ids = ${JSON.stringify(tokenIds(state))}
-trace = engine.trace(token_ids, hooks=[${pyText(hook)}])
-row = trace[${pyText(hook)}, 0][${state.pin?.position ?? -1}]  # layers 0..${layers - 1}
-print(row)`;
-}

@@ -1,8 +1,12 @@
 // State as a link: everything needed to reproduce a result, in the URL fragment, which servers never see.
+import { newEdit } from "./edits.js";
 
 const KEPT = [
   "conversation",
   "benchPrompt",
+  "contrast",
+  "lineage",
+  "tint",
   "edits",
   "settings",
   "scalar",
@@ -16,11 +20,13 @@ const KEPT = [
   "steerChat",
 ];
 
-export function toLink(state) {
+export function toLink(state, panel = null) {
   const kept = Object.fromEntries(KEPT.map((name) => [name, state[name]]));
   kept.pin = state.pin;
+  if (panel) kept.panel = panel;
   kept.pair = Boolean(state.run.pair);
   kept.ran = state.run.status !== "idle";
+  if (state.run.kept) kept.branch = state.run.tokens.slice(0, state.run.kept).map((t) => [t.id, t.text]);
   kept.model = state.props?.model ?? null;
   kept.conversation = state.conversation.filter(
     (m, i, all) => !(m.role === "assistant" && i === all.length - 1),
@@ -44,11 +50,14 @@ export function fromLink(hash) {
       state = {};
     for (const name of KEPT) if (kept[name] !== undefined) state[name] = kept[name];
     if (!Array.isArray(state.edits ?? []) || !Array.isArray(state.conversation ?? [])) throw new Error();
+    state.edits = (state.edits ?? []).map(({ id, ...edit }) => newEdit(edit)); // numbers of this page
     return {
       state,
       pin: kept.pin ?? null,
+      panel: typeof kept.panel === "string" ? kept.panel : null,
       pair: Boolean(kept.pair),
       ran: Boolean(kept.ran),
+      branch: kept.branch ? { tokens: kept.branch.map(([id, text]) => ({ id, text })) } : null,
       model: kept.model,
     };
   } catch {

@@ -2,6 +2,10 @@
 import { call, keys, post } from "./api.js";
 import { empty, fault, fill, h, panel, exportButtons, table, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
+import { download } from "./picture.js";
+import { memoryCapture, safetensors, sliceOf } from "./tensors.js";
+
+const KEPT = 8; // captures in the page's memory
 
 export function requestPage(store) {
   const body = h("div", { class: "stack" });
@@ -71,6 +75,7 @@ export function capturePage(store) {
   const list = h("div", { class: "stack" }),
     shown = h("div", { class: "stack" });
   let result = null;
+  const kept = []; // captures of a server without a capture root: rows in the page's memory
   const node = h(
     "div",
     { class: "stack" },
@@ -127,12 +132,20 @@ export function capturePage(store) {
     if (node.hidden || !node.isConnected) return;
     try {
       result = await call("/v1/interp/captures");
-      const captures = result.captures ?? result.data ?? result;
+      const captures = [...kept, ...result.captures];
       fill(
         list,
         captures.length
           ? table("cards", ["id", "state", "rows", "kilobytes", ""], captures.map(cells))
           : empty("No captures yet."),
+        store.state.props && !store.state.props.captures?.filesystem
+          ? h(
+              "p",
+              { class: "note" },
+              "This server stores no files, so captures stay in this page. Start it with --capture-root DIR to " +
+                "keep them.",
+            )
+          : null,
       );
     } catch (error) {
       fill(list, fault(error));
@@ -140,8 +153,13 @@ export function capturePage(store) {
   };
   /** A browser download sends no API key, so with a key set a signed link is requested first. */
   async function save(event, id) {
-    if (!keys.get()) return;
+    const own = kept.find((c) => c.id === id);
+    if (!own && !keys.get()) return;
     event.preventDefault();
+    if (own) {
+      download(`${id}.safetensors`, new Blob(safetensors(own.tensors)));
+      return;
+    }
     try {
       location.assign((await post(`/v1/interp/captures/${encodeURIComponent(id)}/link`)).url);
     } catch (error) {
@@ -153,23 +171,28 @@ export function capturePage(store) {
       ? store.state.conversation
       : [{ role: "user", content: store.state.benchPrompt }];
     const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")),
-      layer = Math.floor((store.state.props?.num_layers ?? 2) / 2);
+      { props } = store.state,
+      layer = Math.floor((props?.num_layers ?? 2) / 2),
+      id = `page-${Date.now()}`;
+    const hooks = props?.num_streams
+        ? { mhc_streams_pre_attn: [layer], mhc_ffn_res_mix: "all" }
+        : { post_mlp: [layer] },
+      capture = props?.captures?.filesystem
+        ? { filesystem: { request_id: id, tag: "page", hooks, positions: "all" } }
+        : { memory: { hooks, positions: "all" } };
     try {
-      await post("/v1/chat/completions", {
+      const answer = await post("/v1/chat/completions", {
         messages: asked,
         max_tokens: 8,
         temperature: 0,
         capture_wait: true,
-        capture: {
-          filesystem: {
-            request_id: `page-${Date.now()}`,
-            tag: "page",
-            hooks: { mhc_streams_pre_attn: [layer], mhc_ffn_res_mix: "all" },
-            positions: "all",
-          },
-        },
+        capture,
       });
-      toast("Captured and durable.");
+      if (capture.memory) {
+        kept.unshift(memoryCapture(id, answer.capture_results.memory.tensors));
+        kept.length = Math.min(kept.length, KEPT);
+        toast("Captured. It is kept by this page until it is closed.");
+      } else toast("Captured and durable.");
       refresh();
     } catch (error) {
       fill(shown, fault(error));
@@ -177,16 +200,16 @@ export function capturePage(store) {
   }
   async function slice(id) {
     try {
-      const manifest = await call(`/v1/interp/captures/${encodeURIComponent(id)}`),
-        entry = (manifest.entries ?? [])[0];
+      const own = kept.find((c) => c.id === id),
+        path = `/v1/interp/captures/${encodeURIComponent(id)}`,
+        entry = (own?.tensors ?? (await call(path)).entries ?? [])[0];
       if (!entry) {
         fill(shown, empty("This capture has no rows."));
         return;
       }
-      const values = await call(
-        `/v1/interp/captures/${encodeURIComponent(id)}/slice` +
-          `?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`,
-      );
+      const values = own
+        ? sliceOf(entry)
+        : await call(`${path}/slice?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`);
       const map = new Heatmap({ label: `rows of ${entry.hook}`, height: 220 });
       fill(
         shown,

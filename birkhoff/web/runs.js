@@ -2,7 +2,7 @@
 import { ordinary } from "./pinned.js";
 import { call, post, stream } from "./api.js";
 import { interventions } from "./edits.js";
-import { newRun } from "./store.js";
+import { newRun, tokensOf } from "./store.js";
 
 export const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "experts"];
 const TOP = 8;
@@ -14,28 +14,29 @@ export function stopRun(store) {
   if (store.state.run.status === "running") store.set({ run: { ...store.state.run, status: "stopped" } });
 }
 
-/** `options`: messages, or `prompt` (token ids of a text to go on from, with `given` tokens already written);
- *  `steered` adds the bench's edits, `baseline` the unsteered twin beside them. */
+/** `options`: messages, and to go on from within an answer to them `branch`: `{tokens, prompt, frames}`, the kept
+ *  tokens of the answer and, where known, the tokens of the prompt and the frames of both. `steered` adds the bench's edits, `baseline`
+ *  the unsteered twin beside them. */
 export async function startRun(store, options) {
   stopRun(store);
   const control = (current = new AbortController()),
     run = { ...newRun(), status: "running", started: performance.now(), pair: Boolean(options.baseline) };
   run.messages = options.messages ?? null;
   const keep = options.keepOld && store.state.run.tokens.length ? store.state.run : null;
+  store.state.answers = { contrast: store.state.answers.contrast };
   if (!keep) store.set({ run, pin: null, asked: {} });
   const publish = () => {
     if (current === control) store.set({ run: { ...run } });
   };
   try {
-    const tokenized = options.prompt
-      ? await textTokens(options.prompt, control.signal)
-      : await post("/tokenize", { messages: options.messages, return_token_strs: true }, control.signal);
-    run.prompt = tokenized.tokens.map((id, position) => ({
-      id,
-      position,
-      text: tokenized.token_strs[position],
-      prompt: true,
-    }));
+    const { branch } = options;
+    run.prompt = branch?.prompt ?? (await promptTokens(options.messages, control.signal));
+    if (branch) {
+      run.tokens = branch.tokens.map((token, i) => ({ ...token, position: run.prompt.length + i }));
+      run.kept = run.tokens.length;
+      run.frames = new Map(branch.frames);
+    }
+    run.edits = options.steered ? store.state.edits.filter((e) => e.on && e.name) : [];
     const steered = options.steered ? interventions(store.state.edits, ordinary(store.state)) : [];
     if (options.baseline) run.twin = { tokens: [], reasoning: "" };
     if (keep) store.set({ run, pin: store.state.pin, asked: {} });
@@ -52,10 +53,10 @@ export async function startRun(store, options) {
       ...(steered.length ? { interventions: steered } : {}),
       ...(options.baseline ? { baseline: true } : {}),
     };
-    if (options.prompt) Object.assign(body, { prompt: options.prompt, logprobs: TOP });
+    if (branch) Object.assign(body, { prompt: tokensOf(run).map((token) => token.id), logprobs: TOP });
     else Object.assign(body, { messages: options.messages, logprobs: true, top_logprobs: TOP });
     for await (const chunk of stream(
-      options.prompt ? "/v1/completions" : "/v1/chat/completions",
+      branch ? "/v1/completions" : "/v1/chat/completions",
       body,
       control.signal,
     )) {
@@ -69,12 +70,25 @@ export async function startRun(store, options) {
   }
   run.seconds = (performance.now() - run.started) / 1000;
   publish();
+  if (current === control && !store.state.pin) pinLast(store, run);
   return run;
 }
 
-async function textTokens(ids, signal) {
-  const pieces = await post("/detokenize", { tokens: ids, return_token_strs: true }, signal);
-  return { tokens: ids, token_strs: pieces.token_strs };
+async function promptTokens(messages, signal) {
+  const tokenized = await post("/tokenize", { messages, return_token_strs: true }, signal);
+  return tokenized.tokens.map((id, position) => ({
+    id,
+    position,
+    text: tokenized.token_strs[position],
+    prompt: true,
+  }));
+}
+
+/** Pins the last token that has activations: the last one of an answer was never run through the model. */
+function pinLast(store, run) {
+  const position = Math.max(-1, ...run.frames.keys()),
+    last = position >= 0 ? position : tokensOf(run).length - 1;
+  if (run.tokens.length && last >= 0) store.set({ pin: { position: last, row: 0, twin: false } });
 }
 
 /** Adds a chunk to a run. Chats and completions carry logprobs in different fields. */

@@ -3,8 +3,8 @@ import { post } from "./api.js";
 import { lineChart, nice } from "./chart.js";
 import { streamColour, ink } from "./colour.js";
 import { empty, fault, fill, h, panel, exportButtons, visible } from "./dom.js";
-import { grammar, interventions, layersOf, newEdit } from "./edits.js";
-import { chatPython } from "./chat.js";
+import { firstEdit, grammar, interventions, layersOf, vectorEdit } from "./edits.js";
+import { chatPython, sweepPython } from "./python.js";
 import { stochasticError } from "./mixing.js";
 import { ordinary } from "./pinned.js";
 import { divergence, firstDifference, repetition, startRun } from "./runs.js";
@@ -53,7 +53,9 @@ export function steerPage(store) {
   };
   const change = (id, changes) => {
     store.set({
-      edits: store.state.edits.map((edit) => (edit.id === id ? { ...edit, ...changes } : edit)),
+      edits: store.state.edits.map((edit) =>
+        edit.id === id ? { ...edit, ...changes, suggested: false } : edit,
+      ),
     });
     scheduleRun();
   };
@@ -131,6 +133,7 @@ export function steerPage(store) {
         ),
       ),
       slider,
+      noteOf(edit, state),
       edit.kind === "feature"
         ? h("p", { class: "note" }, `SAE ${edit.module}: the feature is clamped to this value.`)
         : h(
@@ -236,34 +239,41 @@ export function steerPage(store) {
             steered: store.state.run.tokens,
             plain: store.state.run.twin?.tokens,
           }),
-          () => chatPython({ ...store.state, conversation: messages() }),
+          () => chatPython(store.state, messages(), active(store.state)),
         ),
       },
       h(
         "div",
-        { class: "stack" },
-        h("label", {}, "prompt", prompt),
+        { class: "bench" },
         h(
           "div",
-          { class: "row" },
-          h("label", {}, "vector", add),
-          h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
-          run,
+          { class: "stack" },
+          h("label", {}, "prompt", prompt),
+          list,
           h(
-            "label",
-            { class: "inline" },
-            h("input", {
-              type: "checkbox",
-              id: "live",
-              onchange: (e) => store.set({ live: e.target.checked }),
-            }),
-            "run when sliders move",
+            "div",
+            { class: "row live" },
+            h("label", {}, "another vector", add),
+            h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
           ),
+          h(
+            "div",
+            { class: "row centre live" },
+            run,
+            h(
+              "label",
+              { class: "inline" },
+              h("input", {
+                type: "checkbox",
+                id: "live",
+                onchange: (e) => store.set({ live: e.target.checked }),
+              }),
+              "run when sliders move",
+            ),
+          ),
+          line,
         ),
-        list,
-        line,
-        result,
-        health,
+        h("div", { class: "stack" }, result, health),
       ),
     ),
     panel(
@@ -274,7 +284,7 @@ export function steerPage(store) {
         name: "sweep",
         tools: exportButtons(
           () => store.state.sweep ?? {},
-          () => chatPython({ ...store.state, conversation: messages() }),
+          () => sweepPython(store.state, messages(), active(store.state), strengthsOf(active(store.state)[0])),
         ),
       },
       h(
@@ -282,7 +292,7 @@ export function steerPage(store) {
         { class: "stack" },
         h(
           "div",
-          { class: "row" },
+          { class: "row live" },
           h(
             "button",
             { type: "button", id: "sweep-run", onclick: () => sweep(store, messages()) },
@@ -295,20 +305,15 @@ export function steerPage(store) {
   );
 
   function addEdit() {
-    const name = add.value;
-    if (name) {
-      const known = store.state.vectors.find((v) => v.name === name),
-        strength = known?.strength ?? 2;
-      store.set({
-        edits: [
-          ...store.state.edits,
-          newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" }),
-        ],
-      });
-    } else add.focus();
+    if (add.value) store.set({ edits: [...store.state.edits, vectorEdit(store.state, add.value)] });
+    else add.focus();
     scheduleRun();
   }
-  store.on(["vectors"], ({ vectors }) => {
+  store.on(["vectors"], (state) => {
+    const { vectors } = state;
+    if (state.suggestEdit && vectors.length) {
+      store.set({ suggestEdit: false, ...(state.edits.length ? {} : { edits: firstEdit(state) }) });
+    }
     const chosen = add.value; // keep the selection when the list is reloaded
     fill(
       add,
@@ -324,7 +329,7 @@ export function steerPage(store) {
   store.on(["live"], ({ live }) => {
     node.querySelector("#live").checked = Boolean(live);
   });
-  store.on(["edits", "props"], (state) => {
+  store.on(["edits", "props", "vectors"], (state) => {
     const focused = document.activeElement?.dataset?.edit;
     const holding =
       focused && list.contains(document.activeElement) && document.activeElement.type === "range";
@@ -348,7 +353,8 @@ export function steerPage(store) {
       return;
     }
     if (!run.twin) {
-      fill(result, run.pair ? h("p", { class: "note" }, "processing the prompt…") : empty("No run yet."));
+      const hint = "No run yet. Run both to see the answer with and without the edits, side by side.";
+      fill(result, run.pair ? h("p", { class: "note" }, "processing the prompt…") : empty(hint));
       fill(health);
       return;
     }
@@ -408,6 +414,7 @@ export function steerPage(store) {
             ],
             xName: "position, up to the first difference",
             yName: "nats",
+            whole: true,
             height: 130,
             width: 420,
             label: "divergence per token",
@@ -467,6 +474,19 @@ export function steerPage(store) {
   return node;
 }
 
+/** What is known about the vector of an edit: its note, how it was made, and its recommended strength. */
+function noteOf(edit, state) {
+  const known = edit.kind === "vector" ? state.vectors.find((v) => v.name === edit.name) : null;
+  if (!known) return null;
+  const facts = [
+    known.note,
+    known.method ? `made by ${known.method}` : null,
+    known.hook ? `acts at ${known.hook}, layer ${[].concat(known.layers).join(", ")}` : null,
+    known.strength ? `recommended strength ${nice(known.strength)}` : null,
+  ];
+  return h("p", { class: "note", "data-note": edit.name }, facts.filter(Boolean).join(" · "));
+}
+
 const signed = (x) => `${x >= 0 ? "+" : ""}${nice(x)}`;
 
 /** Health indicators of a steered run, each graded ok, warn or bad. */
@@ -498,14 +518,20 @@ function healthIndicators(run) {
   ];
 }
 
+/** The edits that are switched on. */
+const active = (state) => state.edits.filter((e) => e.on && e.name);
+
+/** Nine strengths from 0 to the end of the slider, on the side of the present one. */
+const strengthsOf = (edit) =>
+  Array.from({ length: 9 }, (_, i) => (i / 8) * (edit?.most ?? 8) * ((edit?.strength ?? 1) < 0 ? -1 : 1));
+
 async function sweep(store, messages) {
-  const [first, ...rest] = store.state.edits.filter((e) => e.on && e.name);
+  const [first, ...rest] = active(store.state);
   if (!first) {
     store.set({ sweep: { error: new Error("Add an edit first; the sweep varies its strength.") } });
     return;
   }
-  const most = first.most ?? 8,
-    strengths = Array.from({ length: 9 }, (_, i) => (i / 8) * most * (first.strength < 0 ? -1 : 1));
+  const strengths = strengthsOf(first);
   const sweepResult = { name: first.name, points: Array(9).fill(null), running: true, knee: null };
   store.set({ sweep: sweepResult });
   const { seed, temperature } = store.state.settings;

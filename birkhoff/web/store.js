@@ -42,6 +42,7 @@ export function newRun() {
     tokens: [],
     twin: null,
     reasoning: "",
+    kept: 0, // tokens of the answer that were taken over from the one it branched from
     frames: new Map(),
     twinFrames: new Map(),
     error: null,

@@ -1,6 +1,6 @@
 // A text as tokens: coloured, with a tooltip on hover or focus, pinned by a click.
 import { amount, css, textColourOn } from "./colour.js";
-import { fill, h, hideTip, short, showTip, tokenText } from "./dom.js";
+import { fill, h, hideTip, placeTip, short, tokenText } from "./dom.js";
 
 const percent = (logprob) => `${(Math.exp(logprob) * 100).toFixed(logprob > -0.01 ? 1 : 2)} %`;
 
@@ -110,8 +110,9 @@ function listen(node) {
     const token = of(event);
     if (!token) return;
     const box = event.target.closest(".tok").getBoundingClientRect(),
-      branch = held && node.options.branch ? (other) => node.options.branch(token, other) : null;
-    showTip(box.left, box.top + box.height / 2, explain(token, branch)).classList.toggle(
+      branch = held && node.options.branch ? (other) => node.options.branch(token, other) : null,
+      column = node.closest(".region")?.getBoundingClientRect(); // pictures beside it stay uncovered
+    placeTip(box.left, box.top + box.height / 2, column, explain(token, branch)).classList.toggle(
       "held",
       Boolean(held),
     );

@@ -17,7 +17,6 @@ from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.compact import compact, rounded
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.evaluate import quality
-from birkhoff.sae.features import suggested_label
 from birkhoff.sae.load_saelens import WEIGHTS
 from birkhoff.sae.train import TrainOptions
 from tests.api.conftest import open_engine
@@ -193,6 +192,17 @@ def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
     assert "[" in entry.contexts[0]["text"] and len(entry.promotes) == len(entry.suppresses) == 4
     saved = json.loads(save_features(result, tmp_path).read_text())
     assert set(saved) == {str(number) for number in result}
+    assert all(one.score is None and one.made in ("rule", "peaks") for one in result.values()), (
+        "too few texts"
+    )
+    scored = explain(engine, dictionary, texts(12, 13), contexts=3, tokens=4)
+    assert any(one.score is not None and one.scored_rows == 3 * 23 for one in scored.values())
+    fired = torch.cat([f[1:] for f in every]).gt(0).any(0).nonzero().flatten().tolist()
+    assert sorted(result) == fired and all(one.label and one.examples for one in result.values())
+    for number, one in result.items():
+        drawn = {example["value"] for example in one.examples}
+        levels = torch.cat([f[1:, number] for f in every])
+        assert all((levels - value).abs().min() < 2e-3 for value in drawn)
 
 
 def test_promoted_tokens_are_those_the_decoder_row_raises(engine, dictionary):
@@ -201,13 +211,6 @@ def test_promoted_tokens_are_those_the_decoder_row_raises(engine, dictionary):
     with torch.no_grad():
         logits = engine.model.logits(engine.model.norm(row.unsqueeze(0)))[0]
     assert logits.topk(3).indices.tolist() == up[5].tolist() and logits.argmin() == down[5][0]
-
-
-def test_suggested_labels_name_the_common_token():
-    assert suggested_label([" cat", "cat", " Cat"], ["a", "b", "c"]) == '"cat"'
-    assert suggested_label(["the", "a", "my"], [" dog", "dog", "dog"]) == 'before "dog"'
-    assert suggested_label(["red", "blue", "red", "green"], ["a", "b", "c", "d"]) == "red / blue / green"
-    assert suggested_label(["\n", " "], ["", ""]) == "spaces and breaks"
 
 
 def test_half_precision_halves_the_size_of_an_sae(dictionary, tmp_path):

@@ -139,6 +139,7 @@ def test_an_sae_from_training_to_features(tiny, folder, capfd):
     captured = capfd.readouterr()
     trained = json.loads(captured.out)
     assert trained["steps"] == 30 and trained["path"] == str(out) and "features dead" in captured.err
+    assert "rows of 12 texts are kept" in captured.err and (out / "rows" / "harvest.json").is_file()
     sae = Sae.load(out)
     assert (sae.hook, sae.layer) == ("mlp_out", 2)
     assert (sae.metadata["training"]["decay"], sae.metadata["training"]["dead_after"]) == (0.9, 500)
@@ -153,6 +154,19 @@ def test_an_sae_from_training_to_features(tiny, folder, capfd):
     lines = capfd.readouterr().out.splitlines()
     kept = json.loads((out / "features.json").read_text())
     assert len(lines) == len(kept) > 10 and all("contexts" in entry for entry in kept.values())
+
+    number, told = next(iter(kept.items()))
+    assert run(["sae", "show", str(out), number]) == 0
+    shown = capfd.readouterr().out
+    assert told["label"] in shown and "held-out rows" in shown and "examples:" in shown
+    word = told["contexts"][0]["text"].split("[")[1].split("]")[0]
+    assert run(["sae", "search", str(out), word, "--limit", "3", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["feature"] >= 0
+    assert run(["sae", "search", str(out), "no such words"]) == 0
+    assert "0 of" in capfd.readouterr().err
+    assert run(["sae", "show", str(out), "9999"]) == 2 and "not described" in capfd.readouterr().err
+    assert run(["sae", "search", str(folder / "up.txt"), "a"]) == 2
+    assert "no descriptions" in capfd.readouterr().err
 
     assert run(["sae", "export", str(out), "--out", str(folder / "half"), "--half"]) == 0
     assert run(["sae", "import", str(folder / "half"), "--out", str(folder / "back")]) == 0

@@ -27,23 +27,23 @@ def pytest_collection_modifyitems(items):
 class Server:
     """`birkhoff serve` as a subprocess, on a port that stays the same over restarts."""
 
-    def __init__(self, folder, *flags: str):
+    def __init__(self, folder, *flags: str, capture_root: bool = True):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url, self._folder, self._flags, self.process = (
             f"http://127.0.0.1:{self.port}/",
             folder,
-            flags,
+            (*(("--capture-root", str(folder / "captures")) if capture_root else ()), *flags),
             None,
         )
 
     def start(self) -> Server:
         command = [sys.executable, "-m", "birkhoff", "serve", "--port", str(self.port)]
-        command += ["--capture-root", str(self._folder / "captures"), *self._flags]
+        command += self._flags
         with open(self._folder / f"server-{self.port}.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             try:
                 with urllib.request.urlopen(self.url + "health", timeout=2):
@@ -90,10 +90,12 @@ class Tab:
         self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""
     ):
         self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
-        self.context.grant_permissions(
-            ["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/")
-        )
+        if not url.startswith("file:"):
+            self.context.grant_permissions(
+                ["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/")
+            )
         self.page = self.context.new_page()
+        self.page.set_default_timeout(120_000)  # a busy machine is slow, not wrong
         self.faults: list[str] = []
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         self.page.on("console", self._console)
@@ -114,7 +116,7 @@ class Tab:
         if wait:
             self.done()
 
-    def done(self, seconds: float = 60) -> None:
+    def done(self, seconds: float = 180) -> None:
         self.page.wait_for_function(
             "() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelector('.strip .tok')",
             timeout=seconds * 1000,
@@ -135,3 +137,21 @@ def open_tab(chromium, server):
     yield open_url
     for tab in tabs:
         tab.close()
+
+
+def share(tab: Tab, panel: str, item: str) -> None:
+    """Choose an item of a panel's Share menu."""
+    section = tab.page.locator(f'[data-panel="{panel}"]')
+    section.locator(".menu summary").click()
+    section.locator(".menu-items button", has_text=item).click()
+
+
+def copied(tab: Tab, words: str) -> str:
+    """The clipboard's text, once it contains `words`."""
+    text = ""
+    for _ in range(200):
+        text = tab.page.evaluate("navigator.clipboard.readText()")
+        if words in text:
+            return text
+        tab.page.wait_for_timeout(50)
+    raise AssertionError(f"{words} never appeared; the clipboard contains {text[:200]!r}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.page.browser import ARGUMENTS, CHROMIUM
 from tests.page.conftest import Server, Tab
 
-SIZES = {"desk": (1440, 1000), "phone": (390, 844)}
+SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 LOOKS = ("inside", "features", "contrast", "requests", "captures")
 
 
@@ -30,11 +30,12 @@ def walk(browser, server: Server, folder: Path, size: str, theme: str) -> None:
     tab.page.fill("input[type=number][max='4096']", "110")
     tab.page.keyboard.press("Tab")
     tab.ask("Tell me a story about a fox and a boat.")
-    tokens = tab.page.locator('[data-strip="answer"] .tok')
-    tokens.nth(min(40, tokens.count() - 1)).click()
     tab.page.wait_for_selector('[data-panel="memory"] canvas')
     tab.page.wait_for_selector('[data-panel="lens"] table')
     take(tab, folder, f"chat-{mark}")
+    tokens = tab.page.locator('[data-strip="answer"] .tok')
+    tokens.nth(min(40, tokens.count() - 1)).click()
+    take(tab, folder, f"token-{mark}")
     tab.page.keyboard.press("Escape")
     if size == "phone":
         tab.page.locator("#look").scroll_into_view_if_needed()
@@ -47,28 +48,34 @@ def walk(browser, server: Server, folder: Path, size: str, theme: str) -> None:
             tab.page.click("#capture-now")
             tab.page.wait_for_selector('[data-panel="captures"] td', timeout=30000)
             tab.page.locator('[data-panel="captures"] td button').first.click()
-        if look == "features" and tab.page.locator('[data-panel="features"] .feature').count():
-            tab.page.locator('[data-panel="features"] .feature').first.click()
-            tab.page.wait_for_timeout(800)
+        if look == "features":
+            tab.page.fill("#feature-search", "sea")
+            tab.page.press("#feature-search", "Enter")
+            tab.page.locator("[data-found] .feature").first.click()
+            tab.page.wait_for_selector('[data-panel="dashboard"] .context')
         tab.page.wait_for_timeout(700)
         if size == "phone":
             tab.page.locator("#look").evaluate("node => node.scrollIntoView()")
         take(tab, folder, f"{look}-{mark}", whole=size == "desk" and look == "inside")
     tab.page.click("#tab-inside")
     tab.page.click("#tab-steer")
-    names = tab.page.locator("#add-edit option").all_text_contents()
-    if names and not names[0].startswith("none"):
-        tab.page.click("#add-button")
-        tab.page.click("#steer-run")
-        tab.page.wait_for_function(
-            "() => document.querySelectorAll('[aria-busy=true]').length === 0"
-            " && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
-            timeout=60000,
-        )
-        if size == "desk" and theme == "light":
-            tab.page.click("#sweep-run")
-            tab.page.wait_for_selector('[data-panel="sweep"] .note', timeout=60000)
+    tab.page.click("#steer-run")
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
+        timeout=60000,
+    )
+    tab.page.evaluate("scrollTo(0, 0)")
     take(tab, folder, f"steer-{mark}")
+    tab.page.click("#sweep-run")
+    tab.page.wait_for_selector('[data-panel="sweep"] p.note', timeout=120000)
+    tab.page.locator('[data-panel="sweep"]').scroll_into_view_if_needed()
+    take(tab, folder, f"sweep-{mark}")
+    tab.page.click("#tab-chat")
+    tab.page.click("#tour")
+    for _ in range(3):
+        tab.page.click("#tour-next")
+    take(tab, folder, f"tour-{mark}")
     if tab.faults:
         raise SystemExit(f"{mark}: {tab.faults}")
     tab.close()

@@ -66,9 +66,9 @@ def test_the_steer_view_can_be_used_by_keyboard(open_tab, server):
             break
     assert "add-edit" in reached and reached[-1] == "steer-run", reached
     tab.page.wait_for_selector("input[aria-label='strength of keys']")
-    for _ in range(10):
-        tab.page.keyboard.press("Tab")
-        if tab.page.evaluate("document.activeElement.type") == "range":
+    for _ in range(40):  # the cards of the edits stand before the buttons
+        tab.page.keyboard.press("Shift+Tab")
+        if tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "strength of keys":
             break
     before = tab.page.evaluate("document.activeElement.value")
     tab.page.keyboard.press("ArrowRight")

@@ -122,7 +122,7 @@ def test_a_missing_key_is_requested_and_the_page_survives_a_restart(chromium, lo
     try:
         tab.page.wait_for_selector("#banner:has-text('requires an API key')")
         tab.page.fill("#banner input >> nth=0", "wrong")
-        tab.page.click("#banner button")
+        tab.page.press("#banner input >> nth=0", "Enter")
         tab.page.wait_for_selector("#banner:has-text('was not accepted')")
         tab.page.fill("#banner input >> nth=0", "open-sesame")
         tab.page.click("#banner button")

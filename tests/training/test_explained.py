@@ -105,6 +105,8 @@ def test_texts_are_the_same_every_time_and_no_record_is_trained_and_judged(data,
 def entry(label: str, density: float = 0.01, contexts: int = 5) -> dict:
     return {
         "label": label,
+        "made": "rule",
+        "score": 0.5,
         "density": density,
         "largest": 2.0,
         "promotes": ["a"] * 8,
@@ -119,7 +121,7 @@ def test_the_folder_has_one_name_for_each_feature_it_describes(tmp_path):
     )
     entries = {
         "3": entry('"dog"'),
-        "4": entry('"dog"', 0.02),
+        "4": entry('"dog"', 0.02) | {"score": 0.9},
         "5": entry("a / b"),
         "6": entry("everywhere", 0.5),
         "7": entry("seldom", contexts=2),
@@ -128,16 +130,18 @@ def test_the_folder_has_one_name_for_each_feature_it_describes(tmp_path):
     size = labels.ship(sae, entries, {6: "the sea"}, {"model_name": "nano"}, tmp_path / "sae")
     assert size == sum(path.stat().st_size for path in (tmp_path / "sae").iterdir())
     back = Sae.load(tmp_path / "sae")
-    assert back.labels == {3: '"dog" (1)', 4: '"dog" (2)', 5: "a / b", 6: "the sea", 8: 'before "x"'}
-    kept = json.loads((tmp_path / "sae" / "features.json").read_text(encoding="utf-8"))
-    assert {int(feature): entry["label"] for feature, entry in kept.items()} == back.labels
+    assert back.labels == {
+        3: '"dog" (2)',
+        4: '"dog" (1)',
+        5: "a / b",
+        6: "the sea",
+        7: "seldom",
+        8: 'before "x"',
+    }
+    assert {feature: entry.label for feature, entry in back.descriptions.items()} == back.labels
+    assert back.descriptions[6].made == "clamp" and back.descriptions[7].made == "rule"
     assert torch.equal(back.encoder, sae.encoder) and torch.equal(back.decoder, sae.decoder)
     assert back.metadata["model_name"] == "nano"
-
-
-def test_features_that_peak_on_one_token_come_first():
-    entries = {"1": entry("a / b", 0.001), "2": entry('"dog"', 0.1), "3": entry('before "x"', 0.01)}
-    assert list(labels.described(entries)) == [3, 2, 1]
 
 
 def test_candidates_of_a_theme_show_and_speak_its_words():

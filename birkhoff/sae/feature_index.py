@@ -1,0 +1,144 @@
+"""Descriptions of the features of a dictionary: their file, and search by word.
+
+    birkhoff sae search nano "sea"
+    engine.search_features("nano", "sea")
+
+The file is `features.json` in the dictionary's directory, or `features.json.xz`: the same text, compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from birkhoff.errors import OptionError, SaeFileError, quoted
+from birkhoff.json_limits import parse_json
+from birkhoff.sae.features import FeatureEntry
+from birkhoff.small_file import read_bytes
+
+FILE, COMPRESSED = "features.json", "features.json.xz"
+MAX_BYTES = 256 << 20
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class FeatureMatch:
+    """A feature found by a search; `where` says in which of its parts the words stand."""
+
+    entry: FeatureEntry
+    relevance: float
+    where: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        shown = {name: getattr(self.entry, name) for name in ("label", "made", "score", "density", "largest")}
+        context = self.entry.contexts[0]["text"] if self.entry.contexts else None
+        return {"feature": self.entry.feature, **shown, "where": list(self.where), "context": context}
+
+
+class FeatureIndex(Mapping[int, FeatureEntry]):
+    """The described features of one dictionary, by number."""
+
+    def __init__(self, entries: Mapping[int, FeatureEntry]):
+        self._entries = dict(sorted(entries.items()))
+
+    @staticmethod
+    def read(directory: Path) -> FeatureIndex:
+        """The descriptions in a directory; empty if it has none."""
+        path = next((directory / name for name in (FILE, COMPRESSED) if (directory / name).is_file()), None)
+        if path is None:
+            return FeatureIndex({})
+        try:
+            raw = read_bytes(path, MAX_BYTES)
+            content = parse_json(raw if path.name == FILE else _decompressed(raw), MAX_BYTES)
+        except (OSError, ValueError, RecursionError, lzma.LZMAError) as error:
+            raise SaeFileError(f"{path} cannot be read as descriptions of features: {error}.") from None
+        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+            raise SaeFileError(f"{path} holds no object of features, expected one entry per feature number.")
+        if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in content):
+            raise SaeFileError(f"{path} names features by something else than their numbers.")
+        return FeatureIndex(
+            {int(key): FeatureEntry.from_json(int(key), entry) for key, entry in content.items()}
+        )
+
+    def save(self, directory: Path, compressed: bool = False) -> Path:
+        """Write the file, one line per feature, in place of what the directory has; return its path."""
+        path, other = directory / FILE, directory / COMPRESSED
+        if compressed:
+            path, other = other, path
+        lines = (
+            f"{json.dumps(str(feature))}: {json.dumps(entry.to_json(), ensure_ascii=False, separators=(',', ':'))}"
+            for feature, entry in self.items()
+        )
+        data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        path.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME) if compressed else data)
+        other.unlink(missing_ok=True)
+        return path
+
+    def search(self, words: str, limit: int = 20) -> list[FeatureMatch]:
+        """Features whose label, tokens or contexts have these words, best first.
+
+        A label or a token that the feature peaks on counts most, then tokens it promotes, then the text around its
+        peaks, by the share of contexts with the word; every word must occur somewhere. Case does not matter, and a
+        word of three letters or more also finds longer words that begin with it."""
+        wanted = [word.lower() for word in _WORD.findall(words)]
+        if not wanted:
+            raise OptionError(f"words is {quoted(words)}, expected at least one word to search for.")
+        if limit < 1:
+            raise OptionError(f"limit is {limit}, expected a positive whole number.")
+        found = []
+        for entry in self._entries.values():
+            match = _match(entry, wanted)
+            if match is not None:
+                found.append(match)
+        found.sort(key=lambda match: (-match.relevance, -(match.entry.score or 0.0), match.entry.feature))
+        return found[:limit]
+
+    def __getitem__(self, feature: int) -> FeatureEntry:
+        return self._entries[feature]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _decompressed(raw: bytes) -> bytes:
+    """The text of a compressed file, refused beyond `MAX_BYTES`."""
+    reader = lzma.LZMADecompressor(memlimit=MAX_BYTES)
+    data = reader.decompress(raw, MAX_BYTES)
+    if not reader.eof:
+        raise ValueError(f"it is cut short or has more than {MAX_BYTES} bytes")
+    return data
+
+
+def _match(entry: FeatureEntry, wanted: list[str]) -> FeatureMatch | None:
+    texts = [str(context.get("text", "")) for context in entry.contexts]
+    peaks = [peak[1] for text in texts if (peak := re.search(r"\[([^]]*)\]", text))]
+    total, where = 0.0, dict[str, None]()
+    for word in wanted:
+        shares = {
+            "label": 4.0 * _has(entry.label, word),
+            "peaks": 3.0 * _share(peaks, word),
+            "promotes": 2.0 * _share(entry.promotes, word),
+            "contexts": 1.0 * _share(texts, word),
+        }
+        if not any(shares.values()):
+            return None
+        total += sum(shares.values())
+        where |= dict.fromkeys(name for name, share in shares.items() if share)
+    return FeatureMatch(entry, total / len(wanted), tuple(where))
+
+
+def _share(texts: list[str], word: str) -> float:
+    return sum(_has(text, word) for text in texts) / max(len(texts), 1)
+
+
+def _has(text: str, word: str) -> bool:
+    known = _WORD.findall(text.lower())
+    return word in known or (len(word) >= 3 and any(one.startswith(word) for one in known))

@@ -1,0 +1,84 @@
+"""What helps a newcomer: examples, explanations, the tour, a ready bench, search, clamps that lead to the bench."""
+
+from __future__ import annotations
+
+from tests.page.conftest import Tab
+
+
+def short_answers(tab: Tab) -> None:
+    tab.page.fill("input[type=number][max='4096']", "12")
+    tab.page.keyboard.press("Tab")
+
+
+def test_an_example_prompt_is_one_click(open_tab):
+    tab = open_tab()
+    tab.page.wait_for_selector("#model:has-text('layers')")
+    short_answers(tab)
+    assert tab.page.locator(".example").count() >= 3
+    text = tab.page.locator(".example").first.inner_text()
+    tab.page.locator(".example").first.click()
+    tab.done()
+    assert tab.page.inner_text(".message.user .text") == text
+    assert not tab.faults
+
+
+def test_every_panel_says_what_it_shows(open_tab):
+    tab = open_tab()
+    without = tab.page.evaluate(
+        "() => [...document.querySelectorAll('[data-panel]')].filter(n => !n.querySelector(':scope > .about p'))"
+        ".map(n => n.dataset.panel)"
+    )
+    assert set(without) <= {"circuits"}, without
+    about = tab.page.locator('[data-panel="film"] .about')
+    assert not about.locator("p").first.is_visible()
+    about.locator("summary").click()
+    assert "streams" in about.locator("p").first.inner_text()
+
+
+def test_the_tour_walks_through_the_page(open_tab):
+    tab = open_tab()
+    page = tab.page
+    page.wait_for_selector("#model:has-text('layers')")
+    page.click("#tour")
+    seen = []
+    for _ in range(12):
+        seen.append(page.inner_text("#tour-card p"))
+        page.wait_for_selector(".toured")
+        page.click("#tour-next")
+        if not page.locator("#tour-card").count():
+            break
+    assert 5 <= len(seen) == len(set(seen))
+    assert page.locator(".toured").count() == 0
+    assert page.locator("#page-chat").is_visible() and page.locator("#page-inside").is_visible()
+    page.click("#tour")
+    page.keyboard.press("Escape")
+    assert page.locator("#tour-card").count() == 0
+    assert not tab.faults
+
+
+def test_the_bench_is_ready_wide_and_tells_about_its_vector(open_tab):
+    tab = open_tab(width=1280, height=800)
+    page = tab.page
+    short_answers(tab)
+    page.wait_for_selector(".edit", state="attached")
+    page.click("#tab-steer")
+    assert page.locator("#talk").bounding_box()["width"] > 1100
+    assert page.inner_text("[data-note]")
+    page.click("#steer-run")  # nothing else is needed
+    page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 5"
+    )
+    page.click("#tab-chat")
+    assert page.locator("#talk").bounding_box()["width"] < 700
+    assert not tab.faults
+
+
+def test_streams_experts_and_layer_kinds_are_named(open_tab):
+    tab = open_tab()
+    short_answers(tab)
+    tab.ask("Tell me a story.")
+    tab.page.wait_for_selector('[data-panel="memory"] .kinds')
+    assert "indexer" in tab.page.inner_text('[data-panel="memory"] .kinds')
+    legend = tab.page.inner_text('[data-panel="film"] .streams').split()
+    assert legend == ["stream", "0", "stream", "1", "stream", "2", "stream", "3"]

@@ -69,27 +69,27 @@ export function heatmapPython(state, title) {
     all = (reduced) => (of === null ? reduced : `rows[..., ${of}]`);
   const table = (signal) => `rows = torch.tensor([frame[${text(signal)}] for frame in frames])`;
   const sums = {
-    stream_norm: ["stream_norm", `values = ${all("rows.square().sum(-1).sqrt()")}.T`],
-    read: ["pre_mix", `values = ${all("rows.sum(-1)")}.T`],
-    write: ["post_mix", `values = ${all("rows.sum(-1)")}.T`],
-    keep: ["res_mix", `values = rows.diagonal(dim1=-2, dim2=-1)${of === null ? ".mean(-1)" : `[..., ${of}]`}.T`],
-    cosine: [`cosine:${state.vector}`, `values = ${all("rows.mean(-1)")}.T`],
+    stream_norm: ["stream_norm", `values = ${all("rows.square().sum(-1).sqrt()")}.T.tolist()`],
+    read: ["pre_mix", `values = ${all("rows.sum(-1)")}.T.tolist()`],
+    write: ["post_mix", `values = ${all("rows.sum(-1)")}.T.tolist()`],
+    keep: ["res_mix", `values = rows.diagonal(dim1=-2, dim2=-1)${of === null ? ".mean(-1)" : `[..., ${of}]`}.T.tolist()`],
+    cosine: [`cosine:${state.vector}`, `values = ${all("rows.mean(-1)")}.T.tolist()`],
   };
   const longer = {
     stream_share: [
       "stream_norm",
       "share = rows.square() / rows.square().sum(-1, keepdim=True)",
-      `values = ${of === null ? "share.amax(-1)" : `share[..., ${of}]`}.T`,
+      `values = ${of === null ? "share.amax(-1)" : `share[..., ${of}]`}.T.tolist()`,
     ],
     stochastic: [
       "res_mix",
       "error = torch.maximum((rows.sum(-1) - 1).abs().amax(-1), (rows.sum(-2) - 1).abs().amax(-1))",
-      "values = error.T",
+      "values = error.T.tolist()",
     ],
     experts: [
       "experts",
       "share = rows[..., 1] / rows[..., 1].sum(-1, keepdim=True)",
-      "values = -(share * share.log()).sum(-1).T",
+      "values = (share * -share.log()).sum(-1).T.tolist()",
     ],
   };
   const [signal, ...lines] = sums[state.scalar] ?? longer[state.scalar] ?? [];
@@ -107,7 +107,7 @@ export function heatmapPython(state, title) {
   const column = state.scalar === "blocks" ? 1 : 2;
   return script(
     state,
-    [ids, `values = attention_masses(engine, token_ids)[..., ${column}]`, ...drawMap(title)],
+    [ids, `values = attention_masses(engine, token_ids)[..., ${column}].tolist()`, ...drawMap(title)],
     ["from birkhoff.analysis.attention import attention_masses"],
   );
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.page.conftest import Tab, copied, share
+from tests.sizes import scaled
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,10 @@ def run(monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", plotting)
         monkeypatch.setitem(sys.modules, "matplotlib.pyplot", plotting.pyplot)
     else:
-        import matplotlib
+        import matplotlib.pyplot
 
         matplotlib.use("agg")
+        monkeypatch.setattr(matplotlib.pyplot, "show", lambda: matplotlib.pyplot.close("all"))
 
     def execute(code: str) -> dict:
         names: dict = {}
@@ -73,7 +75,21 @@ def close(values, expected, tolerance: float = 2e-3) -> None:
     assert float(difference.max()) <= tolerance * max(1.0, float(wanted[:, :width][known].abs().max()))
 
 
-@pytest.mark.parametrize("scalar", ["stream_norm", "stream_share", "stochastic", "experts", "lens", "blocks"])
+SCALARS = [
+    "experts",
+    "stream_share",
+    "lens",
+    "blocks",
+    "stream_norm",
+    "stochastic",
+    "read",
+    "write",
+    "keep",
+    "sink",
+]
+
+
+@pytest.mark.parametrize("scalar", SCALARS[: scaled(len(SCALARS), 4)])
 def test_the_heat_map_is_computed_again(answered, run, scalar):
     answered.page.select_option('[data-panel="heatmap"] select >> nth=0', scalar)
     answered.page.wait_for_selector('[data-panel="heatmap"] .figure canvas')

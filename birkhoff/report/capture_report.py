@@ -21,6 +21,7 @@ import torch
 from birkhoff.atomic_file import write_atomic
 from birkhoff.capture.store.entry import CaptureEntry
 from birkhoff.capture.store.reader import CaptureEntries, read_request, read_sharded
+from birkhoff.capture.store.sidecar import CaptureFile
 from birkhoff.errors import CaptureFileError
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.signals import NAMES, SignalJob
@@ -34,29 +35,29 @@ SCALAR_BY_SIGNAL = {"stream_norm": "stream_norm", "res_mix": "keep", "pre_mix": 
 
 @dataclass(frozen=True)
 class CapturedText:
-    """The rows of one text. `directory` and `sharded` say how to read them again."""
+    """One text of a capture; its rows are read when they are asked for."""
 
     name: str
     directory: Path
     sharded: bool
-    entries: CaptureEntries
 
-    @property
-    def rows(self) -> int:
-        return sum(len(entry) for entry in self.entries.values())
+    def read(self) -> CaptureEntries:
+        if not self.sharded:
+            return read_request(self.directory)
+        return read_sharded(self.directory, requests=[self.name]).get(self.name, CaptureEntries())
 
 
 def captured_texts(run: Path) -> Iterator[CapturedText]:
-    """The texts of a capture: of its output directory, of a tag in it, or of one request."""
+    """The texts of a capture, by name: of its output directory, of a tag in it, or of one request."""
     if not run.is_dir():
         raise CaptureFileError(f"{run} is no directory. Give the directory of a capture, its --out.")
     names = sorted(path.name for path in run.iterdir())
     if any(name.startswith("shard-") and name.endswith(".json") for name in names):
-        for request, entries in read_sharded(run).items():
-            yield CapturedText(request, run, True, entries)
+        for request in sorted(_requests(run, names)):
+            yield CapturedText(request, run, True)
         return
     if any(name.endswith(".json") and (name.startswith("packed") or name[:1].isdigit()) for name in names):
-        yield CapturedText(run.name, run, False, read_request(run))
+        yield CapturedText(run.name, run, False)
         return
     folders = [run / name for name in names if (run / name).is_dir()]
     if not folders:
@@ -67,6 +68,16 @@ def captured_texts(run: Path) -> Iterator[CapturedText]:
         yield from captured_texts(folder)
 
 
+def _requests(directory: Path, names: list[str]) -> set[str]:
+    """The requests that the shards of a directory list."""
+    found = set()
+    for name in names:
+        if name.startswith("shard-") and name.endswith(".json"):
+            with CaptureFile(directory / name) as file:
+                found |= {record.request_id for record in file.records if record.request_id is not None}
+    return found
+
+
 def report_data(run: Path, tokenizer: Tokenizer | None = None, limit: int = 8) -> dict[str, Any]:
     """The data of a report on the first `limit` texts. Without a tokenizer tokens are shown by their numbers."""
     found = captured_texts(run)
@@ -74,7 +85,8 @@ def report_data(run: Path, tokenizer: Tokenizer | None = None, limit: int = 8) -
     left_out = sum(1 for _ in found)
     if not texts:
         raise CaptureFileError(f"{run} holds no finished capture.")
-    told = [_text_data(text, tokenizer) for text in texts]
+    entries = [text.read() for text in texts]
+    told = [_text_data(text, rows, tokenizer) for text, rows in zip(texts, entries)]
     signals = {name for text in told for name in text["signals"]}
     wanted = [name for signal, names in PANELS_BY_SIGNAL.items() if signal in signals for name in names]
     if "heatmap" not in wanted and signals & set(SCALAR_BY_SIGNAL):
@@ -82,8 +94,8 @@ def report_data(run: Path, tokenizer: Tokenizer | None = None, limit: int = 8) -
     facts = {
         "capture": str(run),
         "texts": f"{len(texts)}" + (f" of {len(texts) + left_out}" if left_out else ""),
-        "rows": str(sum(text.rows for text in texts)),
-        "hooks": ", ".join(sorted({hook for text in texts for hook, _ in text.entries})),
+        "rows": str(sum(len(entry) for rows in entries for entry in rows.values())),
+        "hooks": ", ".join(sorted({hook for rows in entries for hook, _ in rows})),
     }
     return {
         "title": f"Capture {run.name}",
@@ -101,18 +113,18 @@ def write_report(run: Path, out: Path, tokenizer: Tokenizer | None = None, limit
     return facts
 
 
-def _text_data(text: CapturedText, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    tokens = _tokens(text.entries)
+def _text_data(text: CapturedText, entries: CaptureEntries, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    tokens = _tokens(entries)
     spoken = [_token_text(token, tokenizer) for token in tokens.values()]
     column = {position: index for index, position in enumerate(tokens)}
-    frames, signals = _frames(text.entries, column)
+    frames, signals = _frames(entries, column)
     shown = [
         {"id": token, "position": index, "text": word}
         for index, (token, word) in enumerate(zip(tokens.values(), spoken))
     ]
     state = {
         "theme": "light",
-        "props": _props(text.entries, frames),
+        "props": _props(entries, frames),
         "scalar": next(
             (SCALAR_BY_SIGNAL[name] for name in SCALAR_BY_SIGNAL if name in signals), "stream_norm"
         ),
@@ -121,7 +133,7 @@ def _text_data(text: CapturedText, tokenizer: Tokenizer | None) -> dict[str, Any
             "directory": str(text.directory),
             "request": text.name,
             "sharded": text.sharded,
-            "hooks": _norms(text.entries, column),
+            "hooks": _norms(entries, column),
         },
         "run": {
             "status": "done",

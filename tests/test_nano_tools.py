@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -108,11 +107,10 @@ def test_the_sae_is_small_and_labelled():
     sizes = [path.stat().st_size for path in folder.iterdir()]
     assert sum(sizes) <= 10_000_000 and max(sizes) < 16 * 2**20
     sae = Sae.load(folder)
-    kept = json.loads((folder / "features.json").read_text(encoding="utf-8"))
-    assert len(sae.labels) >= 100 and {str(index) for index in sae.labels} <= set(kept)
-    for index, entry in kept.items():
-        assert entry["label"] == sae.labels[int(index)] and entry["contexts"] and len(entry["promotes"]) >= 5
-        assert 0 < entry["density"] < 1 and entry["largest"] > 0
+    assert set(sae.labels) == set(sae.descriptions) == set(range(sae.d_sae))
+    for index, entry in sae.descriptions.items():
+        assert entry.label == sae.labels[index] and entry.contexts and len(entry.promotes) >= 5
+        assert 0 < entry.density <= 1 and entry.largest > 0
 
 
 def test_the_sae_recovers_the_loss(nano):

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
 CONTEXT_TOKENS = (12, 4)  # tokens shown before and after a peak
-HELD_OUT = 4  # every fourth text has no part in the choice of labels
+HELD_OUT = 4  # a fourth of the texts has no part in the choice of labels
 LEAST_TEXTS = 8  # fewer texts are not divided
 UNCLEAR = 0.1  # a rule that correlates less on its own texts is no label
 EVERYWHERE = 0.5  # density from which a feature without a rule is called so
-TOLD_PEAKS = 3
+NAMED_PEAKS = 3
 Label = tuple[str, str, LabelRule | None, float | None]  # text, how it was made, rule, score
 
 
@@ -81,8 +81,7 @@ def explain(
     """Return a `FeatureEntry` for each of `features`, or for all features that fired. `topics` are lists of words by
     name; a feature that is active after such words may be labelled with that name."""
     spoken = [[engine.tokenizer.decode([token]) for token in ids] for ids in texts]
-    divided = len(texts) >= LEAST_TEXTS
-    held_out = {number for number in range(len(texts)) if divided and number % HELD_OUT == HELD_OUT - 1}
+    held_out = _held_out(len(texts))
     chosen_on = [words for number, words in enumerate(spoken) if number not in held_out]
     vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
     chosen, judged = RuleSums(vocabulary, sae.d_sae), RuleSums(vocabulary, sae.d_sae)
@@ -100,8 +99,10 @@ def explain(
     entries = {}
     for feature in selected:
         peaks = book.peaks(feature)
-        told = [spoken[peak.text][peak.position] for peak in peaks]
-        text, made, rule, score = _label(feature, sae, told, float(book.density[feature]), chosen, judged)
+        peak_tokens = [spoken[peak.text][peak.position] for peak in peaks]
+        text, made, rule, score = _label(
+            feature, sae, peak_tokens, float(book.density[feature]), chosen, judged
+        )
         entries[feature] = FeatureEntry(
             feature,
             text,
@@ -119,6 +120,14 @@ def explain(
     return entries
 
 
+def _held_out(texts: int) -> set[int]:
+    """The numbers of the texts that labels are scored on: drawn at random, because files often have an order."""
+    if texts < LEAST_TEXTS:
+        return set()
+    order = torch.randperm(texts, generator=torch.Generator().manual_seed(0))
+    return set(order[: texts // HELD_OUT].tolist())
+
+
 def _label(
     feature: int, sae: Sae, peaks: Sequence[str], density: float, chosen: RuleSums, judged: RuleSums
 ) -> Label:
@@ -132,7 +141,7 @@ def _label(
         return sae.labels[feature], "given", rule, score
     if rule is not None and value >= UNCLEAR:
         return rule.text, "rule", rule, score
-    common = [word for word, _ in Counter(map(plain_word, peaks)).most_common(TOLD_PEAKS)]
+    common = [word for word, _ in Counter(map(plain_word, peaks)).most_common(NAMED_PEAKS)]
     strongest = " / ".join(f'"{word}"' for word in common)
     spread = "almost everywhere" if density >= EVERYWHERE else "unclear"
     return f"{spread}, strongest on {strongest}", "peaks", rule, score

@@ -16,6 +16,8 @@ from birkhoff.trace import Trace, TraceBatch
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.sae.feature_index import FeatureMatch
+    from birkhoff.sae.features import FeatureEntry
 
 
 class Analyses:
@@ -147,3 +149,12 @@ class Analyses:
             for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
         ]
         return found[0] if single else found
+
+    def feature(self, name: str, feature: int | str) -> FeatureEntry:
+        """The description of one feature of an attached SAE, given by number or label: label and how it was made,
+        contexts, examples, density, promoted tokens."""
+        return self._open_engine().saes.describe_feature(name, feature)
+
+    def search_features(self, name: str, words: str, limit: int = 20) -> list[FeatureMatch]:
+        """Features of an attached SAE whose label, tokens or contexts have these words, best first."""
+        return self._open_engine().saes.descriptions(name).search(words, limit)

@@ -38,8 +38,6 @@ from birkhoff.hooks.site_names import Address
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream
 from birkhoff.planning.request_planner import RequestPlanner
-from birkhoff.sae.feature_index import FeatureMatch
-from birkhoff.sae.features import FeatureEntry
 from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, per_prompt_edits
@@ -166,15 +164,6 @@ class Engine(Analyses):
     def detach(self, name: str, drain: bool = False) -> None:
         """Remove an SAE. Raises `SaeBusy` while running requests use it, unless `drain`, which lets them finish."""
         self.saes.detach(name, drain)
-
-    def feature(self, name: str, feature: int | str) -> FeatureEntry:
-        """The description of one feature of an attached SAE, given by number or label: label and how it was made,
-        contexts, examples, density, promoted tokens."""
-        return self.saes.describe_feature(name, feature)
-
-    def search_features(self, name: str, words: str, limit: int = 20) -> list[FeatureMatch]:
-        """Features of an attached SAE whose label, tokens or contexts have these words, best first."""
-        return self.saes.descriptions(name).search(words, limit)
 
     def resolve(self, steer: Steering, ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, global ones included, resolved against this model. Immutable: choices share them."""

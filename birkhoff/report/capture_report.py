@@ -86,8 +86,8 @@ def report_data(run: Path, tokenizer: Tokenizer | None = None, limit: int = 8) -
     if not texts:
         raise CaptureFileError(f"{run} holds no finished capture.")
     entries = [text.read() for text in texts]
-    told = [_text_data(text, rows, tokenizer) for text, rows in zip(texts, entries)]
-    signals = {name for text in told for name in text["signals"]}
+    summaries = [_text_data(text, rows, tokenizer) for text, rows in zip(texts, entries)]
+    signals = {name for text in summaries for name in text["signals"]}
     wanted = [name for signal, names in PANELS_BY_SIGNAL.items() if signal in signals for name in names]
     if "heatmap" not in wanted and signals & set(SCALAR_BY_SIGNAL):
         wanted.insert(0, "heatmap")
@@ -101,7 +101,7 @@ def report_data(run: Path, tokenizer: Tokenizer | None = None, limit: int = 8) -
         "title": f"Capture {run.name}",
         "facts": facts,
         "panels": ["chat", "captured", *wanted],
-        "texts": [{"title": text["title"], "state": text["state"]} for text in told],
+        "texts": [{"title": text["title"], "state": text["state"]} for text in summaries],
     }
 
 

@@ -139,6 +139,9 @@ def _share(texts: list[str], word: str) -> float:
     return sum(_has(text, word) for text in texts) / max(len(texts), 1)
 
 
-def _has(text: str, word: str) -> bool:
+def _has(text: str, word: str) -> float:
+    """1 if the text has the word, half of it for a longer word that begins with it, else 0."""
     known = _WORD.findall(text.lower())
-    return word in known or (len(word) >= 3 and any(one.startswith(word) for one in known))
+    if word in known:
+        return 1.0
+    return 0.5 if len(word) >= 3 and any(one.startswith(word) for one in known) else 0.0

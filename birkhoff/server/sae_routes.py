@@ -157,8 +157,8 @@ class SaeRoutes:
         fields |= await asyncio.to_thread(self._decoder_logits, dictionary, index)
         entry = dictionary.descriptions.get(number)
         if entry is not None:
-            told = entry.to_json()
-            fields |= {"x_max": told.pop("largest")} | told
+            summary = entry.to_json()
+            fields |= {"x_max": summary.pop("largest")} | summary
         return json_response(fields)
 
     async def status(self) -> Response:

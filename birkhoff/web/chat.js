@@ -99,6 +99,12 @@ export function chatPage(store) {
     }
   }
 
+  const again = h("button", { type: "button", id: "retry", onclick: retry }, "Retry"),
+    steered = h("input", {
+      type: "checkbox",
+      id: "steer-chat",
+      onchange: () => store.set({ steerChat: steered.checked }),
+    });
   const node = h(
     "div",
     { class: "stack" },
@@ -127,7 +133,7 @@ export function chatPage(store) {
             { class: "row" },
             send,
             stop,
-            h("button", { type: "button", id: "retry", onclick: retry }, "Retry"),
+            again,
             h(
               "button",
               {
@@ -163,11 +169,7 @@ export function chatPage(store) {
             h(
               "label",
               { class: "inline" },
-              h("input", {
-                type: "checkbox",
-                id: "steer-chat",
-                onchange: (e) => store.set({ steerChat: e.target.checked }),
-              }),
+              steered,
               "apply edits of the Steer page",
             ),
           ),
@@ -184,7 +186,7 @@ export function chatPage(store) {
     box.value = draft;
   });
   store.on(["steerChat"], ({ steerChat }) => {
-    node.querySelector("#steer-chat").checked = steerChat;
+    steered.checked = steerChat;
   });
   store.on(["conversation"], ({ conversation }) =>
     fill(
@@ -212,7 +214,7 @@ export function chatPage(store) {
     const { run } = state,
       busy = run.status === "running";
     stop.disabled = !busy;
-    node.querySelector("#retry").disabled = busy || !state.conversation.length;
+    again.disabled = busy || !state.conversation.length;
     tint.value = state.tint;
     if (run.status === "idle") {
       fill(answer);

@@ -38,8 +38,11 @@ const HIDDEN = new RegExp(
   "g",
 );
 
+// Chat markers are written with full-width bars, which many fonts lack.
+const MARKER = /<｜([^｜<>]*)｜>/g;
+
 export function visible(text) {
-  return text.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  return text.replace(MARKER, "<|$1|>").replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
 /** A token as shown in a strip; line breaks get a visible mark that can be clicked. */

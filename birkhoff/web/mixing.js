@@ -4,9 +4,9 @@ import { empty, fill, h, hideTip, panel, rowHead, showTip, exportButtons, table 
 import { notHere, pinnedFrame, sublayerName } from "./pinned.js";
 import { filmPython, lineagePython } from "./python.js";
 
-const CELL = 14,
-  GAP = 5,
-  BAR = 15;
+const GAP = 5,
+  BAR = 15,
+  ACROSS = 8; // tiles in a line, where there is room
 
 /** One canvas with a tile per sublayer; bars at the left show reads, bars below show writes. */
 export function filmStrip(store) {
@@ -34,7 +34,9 @@ export function filmStrip(store) {
     }
     const count = frame.res_mix.length,
       m = frame.res_mix[0].length,
-      tile = m * CELL,
+      room = (body.clientWidth || 600) / ACROSS - BAR - GAP * 2,
+      cell = Math.max(14, Math.min(22, Math.floor(room / m))),
+      tile = m * cell,
       wide = tile + BAR + GAP * 2,
       tall = tile + BAR + 30;
     const across = Math.max(1, Math.floor((body.clientWidth || 600) / wide)),
@@ -51,7 +53,7 @@ export function filmStrip(store) {
         frame.res_mix[s].forEach((line, from) =>
           line.forEach((value, to) => {
             context.fillStyle = css(amount(value));
-            context.fillRect(x0 + to * CELL, y0 + from * CELL, CELL - 1, CELL - 1);
+            context.fillRect(x0 + to * cell, y0 + from * cell, cell - 1, cell - 1);
           }),
         );
         const most = Math.max(...(frame.pre_mix?.[s] ?? [1]), 1e-9),
@@ -59,11 +61,11 @@ export function filmStrip(store) {
         frame.pre_mix?.[s]?.forEach((value, stream) => {
           context.fillStyle = streamColour(stream);
           const w = (value / most) * BAR;
-          context.fillRect(x0 - 2 - w, y0 + stream * CELL + 2, w, CELL - 5);
+          context.fillRect(x0 - 2 - w, y0 + stream * cell + 2, w, cell - 5);
         });
         frame.post_mix?.[s]?.forEach((value, stream) => {
           context.fillStyle = streamColour(stream);
-          context.fillRect(x0 + stream * CELL + 2, y0 + tile + 2, CELL - 5, (value / mostOut) * BAR);
+          context.fillRect(x0 + stream * cell + 2, y0 + tile + 2, cell - 5, (value / mostOut) * BAR);
         });
       }
     };

@@ -2,7 +2,7 @@
 import { post } from "./api.js";
 import { lineChart, nice } from "./chart.js";
 import { streamColour, ink } from "./colour.js";
-import { empty, fault, fill, h, panel, exportButtons, visible } from "./dom.js";
+import { empty, fault, fill, h, panel, exportButtons, short, table, visible } from "./dom.js";
 import { firstEdit, grammar, interventions, layersOf, vectorEdit } from "./edits.js";
 import { chatPython, sweepPython } from "./python.js";
 import { stochasticError } from "./mixing.js";
@@ -37,7 +37,7 @@ export function steerPage(store) {
   const messages = () => [{ role: "user", content: store.state.benchPrompt }];
   function pair() {
     clearTimeout(timer);
-    store.set({ benchPrompt: prompt.value, benchError: null, conversation: [] });
+    store.set({ benchPrompt: prompt.value, benchError: null, conversation: [{ role: "user", content: prompt.value }] });
     try {
       if (!interventions(store.state.edits).length)
         throw new Error("There are no edits. Add a vector or clamp a feature first.");
@@ -136,9 +136,8 @@ export function steerPage(store) {
       noteOf(edit, state),
       edit.kind === "feature"
         ? h("p", { class: "note" }, `SAE ${edit.module}: the feature is clamped to this value.`)
-        : h(
-            "div",
-            { class: "row" },
+        : more(
+            edit,
             field(
               "site",
               choose("hook", [["", "default of the vector"], ...hooks.map((name) => [name, name])]),
@@ -224,6 +223,21 @@ export function steerPage(store) {
     );
   }
 
+  const live = h("input", { type: "checkbox", id: "live", onchange: () => store.set({ live: live.checked }) }),
+    unfolded = new Set(); // edits whose details are open
+  /** Where and when an edit acts, folded away: vectors bring a site of their own. */
+  const more = (edit, ...fields) => {
+    const node = h(
+      "details",
+      { class: "more live" },
+      h("summary", {}, "where and when"),
+      h("div", { class: "row" }, fields),
+    );
+    node.open = unfolded.has(edit.id);
+    node.addEventListener("toggle", () => (node.open ? unfolded.add(edit.id) : unfolded.delete(edit.id)));
+    return node;
+  };
+
   const node = h(
     "div",
     { class: "stack" },
@@ -249,13 +263,6 @@ export function steerPage(store) {
           "div",
           { class: "stack" },
           h("label", {}, "prompt", prompt),
-          list,
-          h(
-            "div",
-            { class: "row live" },
-            h("label", {}, "another vector", add),
-            h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
-          ),
           h(
             "div",
             { class: "row centre live" },
@@ -263,13 +270,16 @@ export function steerPage(store) {
             h(
               "label",
               { class: "inline" },
-              h("input", {
-                type: "checkbox",
-                id: "live",
-                onchange: (e) => store.set({ live: e.target.checked }),
-              }),
+              live,
               "run when sliders move",
             ),
+          ),
+          list,
+          h(
+            "div",
+            { class: "row live" },
+            h("label", {}, "another vector", add),
+            h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
           ),
           line,
         ),
@@ -326,8 +336,8 @@ export function steerPage(store) {
   store.on(["benchPrompt"], ({ benchPrompt }) => {
     prompt.value = benchPrompt;
   });
-  store.on(["live"], ({ live }) => {
-    node.querySelector("#live").checked = Boolean(live);
+  store.on(["live"], (state) => {
+    live.checked = Boolean(state.live);
   });
   store.on(["edits", "props", "vectors"], (state) => {
     const focused = document.activeElement?.dataset?.edit;
@@ -459,6 +469,17 @@ export function steerPage(store) {
             xName: `strength of ${sweepResult.name}`,
             label: "strength sweep",
           })
+        : null,
+      done.length
+        ? table(
+            "sweep",
+            ["strength", "surprisal", "answer"],
+            done.map((p) => [
+              h("td", { class: "number" }, nice(p.strength)),
+              h("td", { class: "number" }, nice(p.surprise)),
+              h("td", {}, short(p.text, 90).replace(/·/g, " ")),
+            ]),
+          )
         : null,
       sweepResult.running
         ? null

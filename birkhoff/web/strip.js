@@ -118,7 +118,7 @@ function listen(node) {
     );
   };
   node.addEventListener("pointerover", (event) => {
-    if (!document.getElementById("tip").classList.contains("held")) showTokenTip(event, false);
+    if (pointer.moved && !document.getElementById("tip").classList.contains("held")) showTokenTip(event, false);
   });
   node.addEventListener("pointerout", () => {
     if (!document.getElementById("tip").classList.contains("held")) hideTip();
@@ -149,7 +149,13 @@ function listen(node) {
     } else if (event.key === "Escape") hideTip();
   });
 }
+// An answer that grows under a resting pointer, left where it clicked “Ask”, is not pointed at.
+const pointer = { moved: false };
+document.addEventListener("pointermove", (event) => {
+  if (event.movementX || event.movementY) pointer.moved = true;
+});
 document.addEventListener("click", (event) => {
+  pointer.moved = false;
   if (!event.target.closest?.(".tip")) hideTip();
 });
 document.addEventListener("keydown", (event) => {

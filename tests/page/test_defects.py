@@ -39,11 +39,10 @@ def test_branching_keeps_the_beginning_of_the_answer_and_sends_it(open_tab):
     # every token can be pinned, also those that were kept
     tab.page.locator(ANSWER).nth(2).click()
     tab.page.wait_for_selector('[data-panel="film"] canvas')
-    requests = []
-    tab.page.on("request", lambda r: requests.append(r) if "/v1/chat/completions" in r.url else None)
     tab.page.keyboard.press("Escape")
-    tab.ask("What happened next?")
-    sent = requests[-1].post_data_json["messages"]
+    with tab.page.expect_request(lambda r: "/v1/chat/completions" in r.url) as asked:
+        tab.ask("What happened next?", wait=False)
+    sent = asked.value.post_data_json["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "user"]
     assert sent[1]["content"] == "".join(after).replace("⏎", "")
     assert not tab.faults

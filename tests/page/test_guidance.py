@@ -82,3 +82,40 @@ def test_streams_experts_and_layer_kinds_are_named(open_tab):
     assert "indexer" in tab.page.inner_text('[data-panel="memory"] .kinds')
     legend = tab.page.inner_text('[data-panel="film"] .streams').split()
     assert legend == ["stream", "0", "stream", "1", "stream", "2", "stream", "3"]
+
+
+def test_a_word_finds_features_and_a_clamp_leads_to_the_bench(open_tab):
+    tab = open_tab()
+    page = tab.page
+    short_answers(tab)
+    page.click("#tab-features")
+    page.fill("#feature-search", "sea")
+    page.press("#feature-search", "Enter")
+    first = page.locator("[data-found] .feature").first
+    first.wait_for()
+    assert "sea" in first.inner_text()
+    number = first.locator(".mono").first.inner_text().removeprefix("#")
+    first.click()
+    page.wait_for_selector('[data-panel="dashboard"] .context')
+    assert "correlates" in page.inner_text('[data-panel="dashboard"]')
+    assert "drawn at random" in page.inner_text('[data-panel="dashboard"]')
+    page.click("#clamp")
+    page.wait_for_selector(f".edit strong:has-text('feature {number}')")
+    assert page.locator("#page-steer").is_visible()
+    assert page.locator(".edit").count() == 1, "the suggested vector gives way"
+    page.click("#steer-run")
+    page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 5"
+    )
+    page.fill("#feature-search", "zzqx")
+    page.press("#feature-search", "Enter")
+    page.wait_for_selector("[data-found] .empty")
+    assert not tab.faults
+
+
+def test_every_active_feature_of_a_text_has_a_label(open_tab, server):
+    ids = server.post("tokenize", {"prompt": "The little dog ran to the sea and found a boat."})["tokens"]
+    answer = server.post("v1/interp/features", {"sae": "nano", "token_ids": ids, "k": 32})
+    active = [feature for token in answer["tokens"] for feature in token["features"]]
+    assert len(active) > 100 and all(feature.get("label") for feature in active)

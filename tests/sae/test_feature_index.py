@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.errors import OptionError, SaeFileError
+import birkhoff
+from birkhoff.embedded import shipped_dictionary
+from birkhoff.errors import OptionError, SaeError, SaeFileError
+from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_index import COMPRESSED, FILE, FeatureIndex
 from birkhoff.sae.features import FeatureEntry
 
@@ -86,3 +89,35 @@ def test_any_words_can_be_searched(words):
     except OptionError:
         return
     assert all(match.relevance > 0 and match.where for match in found)
+
+
+def test_every_feature_of_nano_is_labelled_with_contexts_examples_and_a_score():
+    sae = Sae.load(shipped_dictionary("nano"))
+    described = sae.descriptions
+    assert len(described) == sae.d_sae == len(sae.labels)
+    for number, one in described.items():
+        assert one.label == sae.labels[number] and one.made in ("rule", "peaks", "clamp")
+        assert one.contexts and one.examples and all("[" in context["text"] for context in one.contexts)
+        assert one.score is None or -1 <= one.score <= 1
+    scored = sorted(one.score for one in described.values() if one.score is not None)
+    assert len(scored) > 0.98 * len(described) and one.scored_rows > 5000
+    assert scored[len(scored) // 2] > 0.3, "the median label predicts its feature on other texts"
+    assert described.search("sea")[0].entry.label == "the sea"
+
+
+def test_an_engine_tells_about_features():
+    with birkhoff.load("nano", max_requests=1) as engine:
+        engine.attach("mine", "nano")
+        entry = engine.feature("mine", "the sea")
+        assert entry.made == "clamp" and entry == engine.feature("mine", entry.feature)
+        assert engine.search_features("mine", "the sea", limit=3)[0].entry == entry
+        engine.attach(
+            "bare", Sae.load(shipped_dictionary("nano")).at("mhc_streams_pre_attn", 5), replace=False
+        )
+        sae = Sae.load(shipped_dictionary("nano"))
+        sae.directory = None
+        engine.attach("nothing", sae, "full")
+        with pytest.raises(SaeError, match="not described"):
+            engine.feature("nothing", 3)
+        for token in engine.features("The little dog ran to the sea.", "mine", k=64):
+            assert all(feature.label for feature in token)

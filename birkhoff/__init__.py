@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from birkhoff.sae.dictionary import Sae as Sae
     from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
     from birkhoff.sae.feature_edits import SaeSet as SaeSet
+    from birkhoff.steering.attention_edits import AttentionEdit as AttentionEdit
     from birkhoff.steering.expert_edits import ExpertSet as ExpertSet
     from birkhoff.steering.gated_edits import Gate as Gate
     from birkhoff.steering.vector_edits import Add as Add
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Add",
+    "AttentionEdit",
     "BirkhoffError",
     "Capture",
     "Clamp",
@@ -60,6 +62,7 @@ __all__ = [
 
 _HOMES = {
     "Add": "steering.vector_edits",
+    "AttentionEdit": "steering.attention_edits",
     "Clamp": "steering.vector_edits",
     "Patch": "steering.vector_edits",
     "Project": "steering.vector_edits",

@@ -246,6 +246,12 @@ def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tu
                 },
             )
         watch(block.self_attn, i, post_attn=lambda args, out: out[0])
+        heads, channels = theirs.config.num_attention_heads, theirs.config.head_dim
+        watch(
+            block.self_attn.o_a_proj,
+            i,
+            attn_head_out=lambda args, out, shape=(heads, channels): args[0].flatten(2).unflatten(2, shape),
+        )
         watch(block.mlp, i, mlp_out=lambda args, out: out)
         watch(
             block.mlp.gate,

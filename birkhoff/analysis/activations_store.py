@@ -17,7 +17,7 @@ from birkhoff.capture.spec.request import Capture
 from birkhoff.engine.request import Request
 from birkhoff.errors import OptionError
 from birkhoff.hooks.plan import SiteRows
-from birkhoff.hooks.site_names import Address
+from birkhoff.hooks.site_names import Address, layers_with
 from birkhoff.option_checks import check_int
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def iter_activations(
         raise OptionError(
             "a feed hands out rows, so capture.reduce must be left out. Reduce the batches instead."
         )
+    _check_ragged(engine, capture)
     pending: list[ActBatch] = []
     count = 0
     for index, acts in enumerate(iter_captures(engine, ((text, capture) for text in texts))):
@@ -75,6 +76,19 @@ def iter_activations(
             count -= batch_rows
     if count:
         yield _concat(pending)
+
+
+def _check_ragged(engine: Engine, capture: Capture) -> None:
+    """A batch has the same rows of every site; rows of ragged hooks are not those of any other site."""
+    schema, layers = engine.schema, engine.config.num_hidden_layers
+    ragged = [hook for hook in capture.hooks if hook in schema and schema[hook].ragged is not None]
+    if ragged and (
+        len(capture.hooks) > 1 or len(layers_with(ragged[0], capture.hooks[ragged[0]], schema, layers)) > 1
+    ):
+        raise OptionError(
+            f"{ragged[0]} has any number of rows for a token, so a feed of it has one hook at one layer. Use one feed "
+            "for each."
+        )
 
 
 def iter_captures(

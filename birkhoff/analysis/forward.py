@@ -6,7 +6,8 @@ of each, `trace` records tensors, `features` reads the features of an attached S
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.layers import ALL_LAYERS, parse_layers
 from birkhoff.hooks.plan import Edit, Key, Plan, Span
 from birkhoff.hooks.site_names import has_streams, refusal, resolve, select
-from birkhoff.hooks.sites import Site
-from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
+from birkhoff.hooks.sites import ATTN_WEIGHTS, Site
+from birkhoff.hooks.tap import NoTap, ReadingTap, RecordingTap, RowReader, Tap
 from birkhoff.sae.feature_probe import Feature, active_features
 from birkhoff.steering.resolver import per_prompt_edits
 from birkhoff.text.prompts import Prompt, is_single
@@ -55,11 +56,22 @@ def passes(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 
 
 def run_texts(
-    engine: Engine, texts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]], record: Any = None
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    edits: Sequence[Sequence[Edit]],
+    record: Any = None,
+    weights: Callable[[int, int, RowReader], None] | None = None,
 ) -> list[torch.Tensor]:
     """Run texts in one pass, each with its edits; returns the hidden rows [T, d] of each, for `engine.model.logits`.
 
-    `record(index, site, layer, rows)` is called at every site with the unedited rows of each text."""
+    `record(index, site, layer, rows)` is called at every site with the unedited rows of each text.
+    `weights(index, layer, rows)` is called in every layer of a V4 model; `rows` computes the rows of `attn_weights` of
+    the tokens at given positions of a text, after its edits."""
+
+    def read(first_rows: Sequence[int], layer: int, rows: RowReader) -> None:
+        assert weights is not None
+        for index, first in enumerate(first_rows):
+            weights(index, layer, partial(_rows_at, rows, first))
 
     def tap(first_rows: Sequence[int]) -> Tap:
         spans = [
@@ -67,6 +79,8 @@ def run_texts(
             for row, ids, each in zip(first_rows, texts, edits)
         ]
         inner: Tap = arm(StepStaging(engine.model.device), spans) or NoTap()
+        if weights is not None:
+            inner = ReadingTap(inner, ATTN_WEIGHTS, partial(read, first_rows))
         if record is None:
             return inner
 
@@ -78,6 +92,11 @@ def run_texts(
 
     hidden: list[torch.Tensor] = engine.model.run_texts(texts, tap)
     return hidden
+
+
+def _rows_at(rows: RowReader, first: int, positions: Sequence[int]) -> list[torch.Tensor]:
+    """The rows of tokens by their positions in a text that begins at row `first` of the pass."""
+    return rows([first + position for position in positions])
 
 
 def resolve_edits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[tuple[Edit, ...]]:
@@ -144,7 +163,7 @@ def addresses(engine: Engine, hooks: Any) -> set[Key]:
     """The addresses that `hooks` selects: "all", a name, a list of names, or layers by name."""
     known, count = engine.schema, engine.config.num_hidden_layers
     if isinstance(hooks, str) and hooks == "all":
-        hooks = list(known)
+        hooks = [name for name, row in known.items() if row.ragged is None]
     single = isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set, Mapping))
     selectors = dict(hooks) if isinstance(hooks, Mapping) else {}
     found: set[Key] = set()
@@ -154,6 +173,11 @@ def addresses(engine: Engine, hooks: Any) -> set[Key]:
         )
         if why is not None:
             raise SiteError(why if isinstance(hook, str) else f"{why} It has: {', '.join(sorted(known))}.")
+        if hook in known and known[hook].ragged is not None:
+            raise SiteError(
+                f"{hook} has any number of rows for a token, which a trace does not hold. Capture it: "
+                f"engine.generate(prompt, capture=Capture({{{hook!r}: 'all'}}))."
+            )
         layers = parse_layers(selectors[hook]) if hook in selectors else ALL_LAYERS
         found |= set(select(hook, layers, known, count).values())
     return found

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.attention import attention_weights
 from birkhoff.analysis.forward import texts_of, trace
 from birkhoff.analysis.patching import token_id
 from birkhoff.errors import OptionError, PromptError, SiteError, UnsupportedModel, quoted
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 UNITS = ("layer", "sublayer", "head", "expert", "stream")
 _V4_HOOKS = (
-    "pre_attn",
+    "attn_head_out",
     "post_attn",
     "mlp_in",
     "mlp_out",
@@ -182,7 +181,6 @@ def _v4_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> di
     rest += (
         logit - float(share @ (after @ direction))
     ) / streams  # rounding of merge, norm and head, and edits there
-    token_ids = torch.tensor(recorded.token_ids, device=model.device)
     for layer in reversed(range(count)):
         block = model.blocks()[layer]
         for name, hook, output, terms in (
@@ -196,13 +194,11 @@ def _v4_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> di
             made = mix.T @ before + post.unsqueeze(-1) * y
             rest += (share * ((after - made) @ direction)).cpu()
             if name == "attn":
-                inputs = recorded["pre_attn", layer]
-                heads[layer] = (
-                    written.sum() * _head_products(block, inputs, token_ids, model, at, direction)
-                ).cpu()
+                outputs = recorded["attn_head_out", layer][at]
+                heads[layer] = (written.sum() * _head_products(block, outputs, direction)).cpu()
             else:
-                outputs = _expert_products(block, recorded, layer, at, direction)
-                routed[layer] = {expert: float(written.sum()) * value for expert, value in outputs.items()}
+                products = _expert_products(block, recorded, layer, at, direction)
+                routed[layer] = {expert: float(written.sum()) * value for expert, value in products.items()}
             share, after = mix @ share, before
     embedding = (share * (after @ direction)).cpu()
     return {
@@ -217,21 +213,15 @@ def _v4_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> di
     }
 
 
-def _head_products(
-    block: Block, inputs: torch.Tensor, token_ids: torch.Tensor, model: Any, at: int, direction: torch.Tensor
-) -> torch.Tensor:
-    """Products [heads] of `direction` with the output of each head of the token at `at`."""
+def _head_products(block: Block, heads: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """Products [heads] of `direction` with what each head, [heads, c], adds to the output of the sublayer."""
     attn = block.attn
-    weights = attention_weights(block, inputs, token_ids, model.rope, at)
-    attended = (weights.share[:, :-1] @ weights.keys).to(inputs.dtype).unsqueeze(0)  # [1, h, c]
-    phases = model.rope.step(torch.tensor([at], device=inputs.device))
-    turned = attn.kernels.rotate(attended, phases.compressed if attn.ratio else phases.sliding, inverse=True)
     latent = attn.wo_b.dense().double().T @ direction  # [groups * rank]
     first = attn.wo_a.dense().double().view(attn.groups, attn.group_rank, -1)
     back = torch.einsum(
         "gr,gri->gi", latent.view(attn.groups, attn.group_rank), first
     )  # [groups, heads / groups * c]
-    products: torch.Tensor = (turned[0].double() * back.view(attn.heads, attn.head_dim)).sum(-1)
+    products: torch.Tensor = (heads.double() * back.view(attn.heads, attn.head_dim)).sum(-1)
     return products
 
 

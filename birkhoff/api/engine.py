@@ -81,6 +81,7 @@ class Engine(Analyses):
         self._steering = self._planner.steering
         self._texts: list[str] | None = None
         self._steering.token_texts = self._token_texts if tokenizer is not None else None
+        self._steering.pieces = None if tokenizer is None else tokenizer.piece
         self.saes = self._planner.saes
 
     def _token_texts(self) -> list[str]:

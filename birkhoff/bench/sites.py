@@ -47,7 +47,7 @@ def every_site(config: V4Config) -> list[Key]:
     return [
         (site.name, layer)
         for site in SITES
-        if not site.absent
+        if not site.absent and not site.ragged
         for layer in ([last] if site.once else range(config.num_hidden_layers))
     ]
 
@@ -122,7 +122,7 @@ def compare(
     parted, choices = _choices(actual, reference, biases, MARGIN * tolerance)
     rows = len(parted[0])
     most_parted = min(1 + math.ceil(MAX_PARTED * rows), rows - 1)
-    for name in [*(site.name for site in SITES if not site.absent), "logits"]:
+    for name in [*(site.name for site in SITES if not site.absent and not site.ragged), "logits"]:
         layers = [key for key in reference if key[0] == name]
         parted_layers = [parted[_routers_before(*key, len(biases))] for key in layers]
         errors = [_errors(name, actual[key], reference[key]) for key in layers]

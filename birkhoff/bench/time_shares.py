@@ -18,18 +18,19 @@ from birkhoff.bench.report import significant
 from birkhoff.hooks import sites
 from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.sites import Site
-from birkhoff.hooks.tap import Reads
+from birkhoff.hooks.tap import NoTap, Reads
 
 # The part of a layer that precedes each site; sites without an entry follow the work of a mixer.
 PART = {
     sites.POST_ATTN: "attention",
+    sites.ATTN_HEAD_OUT: "attention",
     sites.MOE_ROUTER_LOGITS: "experts",
     sites.MOE_TOPK: "experts",
     sites.MLP_OUT: "experts",
 }
 
 
-class ClockTap:
+class ClockTap(NoTap):
     """A tap that only measures time."""
 
     def __init__(self) -> None:

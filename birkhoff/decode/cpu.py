@@ -22,6 +22,7 @@ from birkhoff.kernels.linear.cpu import matmul
 from birkhoff.kernels.packed import native
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.attention import Attention
+from birkhoff.model.attention_rows import AttentionRows
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.linear import Linear, SharedInput
@@ -211,7 +212,7 @@ class CpuAttention:
         return is_decode_step(batch, state)
 
     def __call__(
-        self, x: torch.Tensor, batch: Batch, phases: Phases, state: LayerState | Fresh
+        self, x: torch.Tensor, batch: Batch, phases: Phases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor:
         assert isinstance(state, LayerState)
         a, group = self.attention, batch.groups[0]
@@ -258,6 +259,9 @@ class CpuAttention:
             sin,
             attended.numpy(),
         )
+        if tap.ragged:
+            attended = AttentionRows(a, x, phases, batch, state).run(tap, attended)
+        attended = tap(sites.ATTN_HEAD_OUT, attended)
         out: torch.Tensor = self.wo_b(self.wo_a.grouped(attended.view(n, -1), a.group_rank))
         return out
 

@@ -30,6 +30,7 @@ from birkhoff.decode.taps import (
     NO_TAP,
     DecodeTap,
     DecodeTaps,
+    tap_heads,
     tap_input,
     tap_output,
     tap_streams,
@@ -215,7 +216,7 @@ class Decoder:
                     y = self.experts(w, target, buffers.topk_ids[layer], tap)
                 else:
                     target = buffers if kept is None else buffers.replace(attn_out=kept)
-                    y = self.attention(w, state, target)
+                    y = self.attention(w, state, target, tap)
                 if kept is None:
                     y = tap_output(tap, site.output, y, self.dtype)
                 mode = mhc.KEEP
@@ -256,7 +257,9 @@ class Decoder:
                 if low < high:
                     self.store.count_reads(buffers.topk_ids[low:high], stored + low - first)
 
-    def attention(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> torch.Tensor:
+    def attention(
+        self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers, tap: DecodeTap = NO_TAP
+    ) -> torch.Tensor:
         """Launch one attention sublayer: `buffers.x` -> `buffers.attn_out` [rows, d]."""
         from birkhoff.kernels.compress.decode import norm_rope_store
         from birkhoff.kernels.index.decode import score
@@ -333,6 +336,7 @@ class Decoder:
             buffers.heads_out,
             buffers.heads_out_fp16,
         )
+        tap_heads(tap, buffers, c.num_attention_heads)
         kernels.gemv(w.o_a_proj, (buffers.heads_out_fp16, buffers.heads_out), buffers.o_latent, c.o_lora_rank)
         kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
         return buffers.attn_out

@@ -137,3 +137,16 @@ def tap_output(tap: DecodeTap, site: Site, output: torch.Tensor, dtype: torch.dt
     whole = (output if output.dim() == 2 else output.sum(1)).to(dtype)
     edited = tap(site, whole)
     return output if edited is whole else edited.contiguous()
+
+
+def tap_heads(tap: DecodeTap, buffers: DecodeBuffers, heads: int) -> None:
+    """Pass the output of the attention heads through its tap; written back in both dtypes if it was edited."""
+    if not tap.live(sites.ATTN_HEAD_OUT):
+        return
+    whole = torch.unflatten(buffers.heads_out, 1, (heads, -1))
+    edited = tap(sites.ATTN_HEAD_OUT, whole)
+    if edited is whole:
+        return
+    for buffer in (buffers.heads_out, buffers.heads_out_fp16):
+        if buffer is not None:
+            buffer.copy_(edited.flatten(1))

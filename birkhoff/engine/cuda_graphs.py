@@ -228,5 +228,5 @@ def site_widths(decoder: Decoder) -> dict[str, int]:
     config = decoder.config
     m, d = config.hc_mult, config.hidden_size
     sizes = {"d": d, "md": m * d, "m": m, "mm": m * m, "k2": 2 * config.num_experts_per_tok}
-    sizes["E"] = config.n_routed_experts
-    return {site.name: sizes[site.shape] for site in SITES if not site.absent}
+    sizes |= {"E": config.n_routed_experts, "hc": config.num_attention_heads * config.head_dim}
+    return {site.name: sizes[site.shape] for site in SITES if not site.absent and not site.ragged}

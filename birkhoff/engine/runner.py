@@ -214,8 +214,8 @@ class Runner:
         return [next(outputs) if chunk.samples else None for chunk in chunks]
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a CUDA graph can run the step: one token and its draft tokens per request."""
-        single = all(chunk.stop - chunk.start == 1 for chunk in chunks)
+        """Whether a CUDA graph can run the step: one token and its draft tokens per request, no ragged sites."""
+        single = all(chunk.stop - chunk.start == 1 and not _is_ragged(chunk.request) for chunk in chunks)
         return single and self.graphs is not None and self.graphs.fits(sum(map(_num_rows, chunks)))
 
     def _replay(
@@ -240,6 +240,11 @@ class Runner:
             ModelOutput(*own_rows) if chunk.samples else None
             for chunk, own_rows in zip(chunks, zip(logits.split(counts), streams.split(counts)))
         ]
+
+
+def _is_ragged(request: Request) -> bool:
+    """Whether steps of generated tokens capture or edit what has no fixed shape."""
+    return request.plan is not None and request.plan.ragged_after_prompt
 
 
 def _num_rows(chunk: ScheduledChunk) -> int:

@@ -4,7 +4,8 @@ Before a step, `arm` turns the plans of its spans into row indices per site. If 
 anything in this step it returns None and the step runs with `NoTap`, so an idle engine pays nothing. During the
 step, a captured site is one indexed copy into its staging buffer. Index and staging buffers persist between steps
 and come in a few fixed sizes; an index is padded with a row whose copy is never delivered, so requests change data
-and not shapes. After the step, `deliver` gives each job its part of the staged rows.
+and not shapes. Rows of ragged sites are computed for the captured tokens alone and are kept as they are. After the
+step, `deliver` gives each job its part of the staged rows.
 
 Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from
 step to step and is reused; only the tokens (`RowRequest`) are new."""
@@ -19,10 +20,10 @@ from weakref import ref
 import torch
 
 from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
-from birkhoff.hooks.site_runner import LayerTap, PostMix, SiteRunner
+from birkhoff.hooks.site_runner import LayerTap, PostMix, RaggedRunner, SiteRunner
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits, bucket
-from birkhoff.hooks.tap import NoTap, Tap, stack_parts
+from birkhoff.hooks.tap import NoTap, RowReader, Tap, stack_parts
 
 RowObserver = Callable[[Plan, Job, SiteRows], None]  # called with rows before they are delivered to a job
 RowSource = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # rows of a request on the host, by its index
@@ -151,6 +152,7 @@ class BatchTap(NoTap):
         self.edits = edits
         self._staged: dict[CaptureSite, torch.Tensor] = {}
         self._on_host: dict[CaptureSite, torch.Tensor] = {}
+        self._ragged: dict[CaptureSite, list[torch.Tensor]] = {}  # for each captured token, its rows
         self._source: RowSource | None = None
         self._layers: dict[int, Tap] | None = None
         self._default: Tap = NoTap()
@@ -162,13 +164,20 @@ class BatchTap(NoTap):
 
     def _by_layer(self) -> dict[int, Tap]:
         runners: dict[Key, SiteRunner] = {}
+        ragged: dict[Key, RaggedRunner] = {}
         edits = self.edits
         for key, site_edits in edits.sites.items() if edits is not None else ():
             assert edits is not None
+            if BY_NAME[key[0]].ragged:
+                ragged[key] = RaggedRunner(site_edits.changes)
+                continue
             runners[key] = SiteRunner(stages=partial(edits.stages, key), paths=site_edits.paths)
         for key, runs in edits.gates.items() if edits is not None else ():
             runners.setdefault(key, SiteRunner()).probes += runs
         for site in self.layout.sites:
+            if BY_NAME[site.key[0]].ragged:
+                self._read_with(ragged.setdefault(site.key, RaggedRunner()), site)
+                continue
             runner = runners.setdefault(site.key, SiteRunner())
             if site.after:
                 runner.after = partial(self._stage, site)
@@ -178,12 +187,23 @@ class BatchTap(NoTap):
         layers: dict[int, LayerTap] = {}
         for (hook, layer), runner in runners.items():
             layers.setdefault(layer, LayerTap(post_mix)).sites[BY_NAME[hook].id] = runner
+        for (hook, layer), reader in ragged.items():
+            layers.setdefault(layer, LayerTap(post_mix)).ragged_sites[BY_NAME[hook].id] = reader
         if edits is not None and edits.needs_post:
             self._default = LayerTap(post_mix)  # every layer's write-out weights are recorded
         return {**layers}
 
     def _stage(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> None:
         self._staged[site] = self._staging.copy(site, parts)
+
+    def _read_with(self, runner: RaggedRunner, site: CaptureSite) -> None:
+        def capture(reader: RowReader) -> None:
+            self._ragged[site] = [rows.to("cpu", copy=True) for rows in reader(site.rows)]
+
+        if site.after:
+            runner.after = capture
+        else:
+            runner.before = capture
 
     def set_source(self, source: RowSource) -> None:
         """Deliver rows from `source` instead of the staging buffers: the step ran as a recorded graph."""
@@ -223,6 +243,21 @@ class BatchTap(NoTap):
             if observer is not None:
                 observer(request.span.plan, request.job, rows)
             request.job.deliver(rows)
+        for ragged_rows in self._ragged_rows(index, count):
+            request.job.deliver(ragged_rows)
+
+    def _ragged_rows(self, index: int, count: int) -> Iterable[SiteRows]:
+        """The rows of ragged sites of a request's first `count` tokens. Every row has the labels of its token."""
+        request = self.requests[index]
+        for site, first in self.layout.sites_of[index] if self._ragged else ():
+            parts = self._ragged[site][first : first + count] if site in self._ragged else []
+            if not any(len(part) for part in parts):
+                continue
+            labels = (
+                (request.positions[i], request.token_ids[i]) for i, part in enumerate(parts) for _ in part
+            )
+            positions, token_ids = zip(*labels)
+            yield SiteRows(*site.key, torch.cat(parts), positions, token_ids)
 
     def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:
         count = len(self.requests[index].rows)

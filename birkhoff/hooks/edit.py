@@ -23,7 +23,7 @@ import torch
 if TYPE_CHECKING:
     from birkhoff.hooks.gating import GateRun, SiteGate
 
-Op = Literal["patch", "add", "delta", "full", "clamp", "bound"]
+Op = Literal["patch", "add", "delta", "full", "clamp", "bound", "attend"]
 Path = Literal["both", "read", "carry"]
 ExcludedPath = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
 Number = float | torch.Tensor

@@ -71,9 +71,12 @@ class GraphPlan(NamedTuple):
 
 
 def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
-    """The graph plan of a tap, or None if a shape is dynamic. `widths`: row width by hook."""
+    """The graph plan of a tap, or None if a shape is dynamic, as of ragged sites. `widths`: row width by hook."""
     edits = tap.edits
     sites: dict[Key, SiteEdits] = {} if edits is None else edits.sites
+    hooks = {hook for hook, _ in (*sites, *(site.key for site in tap.layout.sites))}
+    if any(BY_NAME[hook].ragged for hook in hooks):
+        return None
     row_edits: dict[Key, RowEditsByKind] = {}
     uses: dict[tuple[Key, SpliceGroup], Uses] = {}
     gates = StepGates()

@@ -16,6 +16,7 @@ import torch
 from birkhoff.hooks.digest import DigestPart, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
 from birkhoff.hooks.results import RequestResults
+from birkhoff.hooks.sites import BY_NAME
 from birkhoff.hooks.vector_table import TableRows
 
 Key = tuple[str, int]  # hook name, layer
@@ -155,6 +156,13 @@ class Plan:
         """Indices of the edits of every generated token; None if some edit selects among those tokens."""
         generated = [edit.generated for edit in self.edits]
         return None if None in generated else tuple(index for index, every in enumerate(generated) if every)
+
+    @cached_property
+    def ragged_after_prompt(self) -> bool:
+        """Whether ragged sites of generated tokens may be captured or edited: those steps cannot be recorded."""
+        keys = [key for job in self.jobs for key in job.keys]
+        keys += [key for edit in self.edits if edit.generated is not False for key in edit.sites]
+        return any(BY_NAME[hook].ragged for hook, _ in keys)
 
     @cached_property
     def idle_after_prompt(self) -> bool:

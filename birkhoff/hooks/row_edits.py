@@ -27,7 +27,7 @@ from birkhoff.hooks.edit import (
 )
 from birkhoff.hooks.gating import SiteGate
 
-MAX_STREAMS = 16  # columns of a buffer's mask
+MAX_STREAMS = 128  # columns of a mask: streams, or heads of attention
 PLAIN = -1  # `rank` of the sum of a row's plain adds, which comes before its other adds
 
 

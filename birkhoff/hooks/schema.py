@@ -16,11 +16,12 @@ from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.errors import ConfigError, quoted
-from birkhoff.hooks.sites import SITES
+from birkhoff.hooks.sites import SITES, Site
 from birkhoff.option_checks import check_int
 
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 VECTOR_OPS = ("add", "clamp", "patch", "project", "sae", "scale")
+INDEXED_RATIO = 4  # tokens per entry of layers with an indexer
 _AXES = {
     "d": ("hidden",),
     "m": ("stream",),
@@ -29,7 +30,38 @@ _AXES = {
     "E": ("expert",),
     "k2": ("choice", "id_and_weight"),
     "z": ("head_and_channel",),
+    "hc": ("head", "channel"),
+    "2+h": ("first_end_and_heads",),
+    "2": ("block_and_score",),
+    "3": ("block_first_end",),
+    "2+c": ("entry_token_and_channels",),
 }
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """What the number of rows of a ragged hook depends on: tokens per entry by layer, the window, and how many entries
+    an indexer keeps."""
+
+    ratios: tuple[int, ...]
+    window: int
+    topk: int
+
+    def most(self, hook: str, layer: int, length: int) -> int:
+        """An upper bound of the rows of one token of a text of `length` tokens."""
+        ratio = self.ratios[layer]
+        entries = length // ratio if ratio else 0
+        chosen = min(entries, self.topk) if ratio == INDEXED_RATIO else entries
+        if hook == "attn_weights":
+            return min(self.window, length) + chosen + 1  # and the sink
+        if hook == "entry_tokens":
+            return min(pooled_tokens(ratio), length)
+        return entries if hook == "index_scores" else chosen
+
+
+def pooled_tokens(ratio: int) -> int:
+    """How many tokens an entry holds: entries of four tokens also hold the four before them."""
+    return 2 * ratio if ratio == INDEXED_RATIO else ratio
 
 
 @dataclass(frozen=True)
@@ -50,6 +82,9 @@ class HookSchema:
         """Names of the operations that can change it: all that take vectors if it is steerable."""
         return VECTOR_OPS if self.steerable else self.ops
 
+    layers: tuple[int, ...] | None = None  # the layers that have it; None: all
+    ragged: RaggedRows | None = None  # any number of rows for a token
+
     @property
     def row_bytes(self) -> int:
         return self.width * ITEM_BYTES[self.dtype]
@@ -67,6 +102,10 @@ class HookSchema:
         }
         if self.hash_routed:
             out["hash_routed_layers"] = list(self.hash_routed)
+        if self.layers is not None:
+            out["layers"] = list(self.layers)
+        if self.ragged is not None:
+            out["ragged"] = True
         return out
 
 
@@ -77,13 +116,19 @@ def build_hook_schema(
     experts: int | None = None,
     experts_per_token: int | None = None,
     num_hash_layers: int = 0,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    attention: RaggedRows | None = None,
 ) -> dict[str, HookSchema]:
-    """V4 with `hc_mult` streams, or an ordinary single-stream model when it is None."""
+    """V4 with `hc_mult` streams, or an ordinary single-stream model when it is None. Hooks whose sizes are not given
+    are absent."""
     for name, value in (
         ("hidden", hidden),
         ("hc_mult", hc_mult),
         ("experts", experts),
         ("experts_per_token", experts_per_token),
+        ("heads", heads),
+        ("head_dim", head_dim),
     ):
         if value is not None or name == "hidden":
             check_int(name, value, error=ConfigError)
@@ -94,6 +139,10 @@ def build_hook_schema(
     sizes = {"d": (hidden,), "m": (hc_mult,), "md": (hc_mult, hidden), "mm": (hc_mult, hc_mult)}
     if experts is not None and experts_per_token is not None:
         sizes |= {"E": (experts,), "k2": (experts_per_token, 2)}
+    if heads is not None and head_dim is not None:
+        sizes["hc"] = (heads, head_dim)
+        if attention is not None:
+            sizes |= {"2+h": (2 + heads,), "2": (2,), "3": (3,), "2+c": (2 + head_dim,)}
     schema = {}
     for site in SITES:
         if not site.absent and site.shape in sizes:
@@ -102,9 +151,25 @@ def build_hook_schema(
             hashed = tuple(range(num_hash_layers)) if site.name.startswith("moe_") else ()
             axes = _AXES[site.shape]
             schema[site.name] = HookSchema(
-                math.prod(shape), stored, shape, site.edit, site.once, axes, hashed, site.ops
+                math.prod(shape),
+                stored,
+                shape,
+                site.edit,
+                site.once,
+                axes,
+                hashed,
+                site.ops,
+                _layers_with(site, attention),
+                attention if site.ragged else None,
             )
     return schema
+
+
+def _layers_with(site: Site, attention: RaggedRows | None) -> tuple[int, ...] | None:
+    if site.layers == "all" or attention is None:
+        return None
+    wanted = (INDEXED_RATIO,) if site.layers == "indexed" else tuple(set(attention.ratios) - {0})
+    return tuple(layer for layer, ratio in enumerate(attention.ratios) if ratio in wanted)
 
 
 def ordinary_schema(
@@ -134,4 +199,7 @@ def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:
         config.n_routed_experts,
         config.num_experts_per_tok,
         config.num_hash_layers,
+        config.num_attention_heads,
+        config.head_dim,
+        RaggedRows(tuple(config.compress_ratios), config.sliding_window, config.index_topk),
     )

@@ -176,6 +176,20 @@ class PositionSelector:
             selected = np.concatenate((selected, later)) if len(selected) else later
         return selected - start if start else selected
 
+    def all_positions(self, prompt_ids: Sequence[int] | None) -> np.ndarray | None:
+        """Every selected position, ascending; None if tokens are selected by ids that are not known."""
+        parts = []
+        if self._prompt is not None:
+            if prompt_ids is None and self._prompt.reads_ids:
+                return None
+            parts.append(self._prompt.positions(0, self.prompt_len, 0, prompt_ids))
+        if self._generated is not None:
+            if self._generated.reads_ids:
+                return None
+            last = self.prompt_len + self.max_tokens
+            parts.append(self._generated.positions(self.prompt_len, last, self.prompt_len, None))
+        return np.concatenate(parts) if parts else _NONE
+
     def signature(self, phase: str) -> bytes | None:
         """Canonical bytes of the selected tokens of "prefill" or "decode": empty for all, None for none."""
         end = self.prompt_len + self.max_tokens

@@ -19,6 +19,11 @@ _SHAPES = {
     "E": "`(E,)`",
     "k2": "`(k, 2)`",
     "z": "`(heads * head_dim,)`",
+    "hc": "`(heads, head_dim)`",
+    "2+h": "`(2 + heads,)`, ragged",
+    "2": "`(2,)`, ragged",
+    "3": "`(3,)`, ragged",
+    "2+c": "`(2 + head_dim,)`, ragged",
 }
 
 
@@ -67,6 +72,8 @@ def _fires(site: Site) -> str:
         return "ordinary models only"
     if site.once:
         return "once, at the last layer"
+    if site.layers != "all":
+        return "layers with an indexer" if site.layers == "indexed" else "layers with compressed entries"
     return "every layer, choice by token id in the first" if site.name.startswith("moe_") else "every layer"
 
 
@@ -77,7 +84,8 @@ def _rules(flash: V4Config) -> str:
     ordinary = ", ".join(f"`{site.name}` is the {site.ordinary}" for site in SITES if site.ordinary)
     groups = ", ".join(f"`{name}`" for name in GROUPS)
     moe = ", ".join(f"`{name}`" for name in schema if schema[name].hash_routed)
-    per_token = sum(row.row_bytes * (1 if row.once else flash.num_hidden_layers) for row in schema.values())
+    one_row = [row for row in schema.values() if row.ragged is None]
+    per_token = sum(row.row_bytes * (1 if row.once else flash.num_hidden_layers) for row in one_row)
     return f"""## Rules
 
 - Layers count from 0 through the whole model; `-1` is the last.
@@ -91,7 +99,13 @@ def _rules(flash: V4Config) -> str:
 - Hash-routed layers: the first {flash.num_hash_layers} layers of V4-Flash choose experts by token id. {moe} exist
   there as everywhere, and the gate still gives the weights, but its largest scores are not the experts that ran. The
   schema lists these layers as `hash_routed`.
-- All hooks at every layer are {per_token / 2**20:.1f} MiB per token of V4-Flash: select layers and positions.
+- A ragged hook has any number of rows for a token, all of them with the position of that token; `bytes` is one row.
+  Rows of `attn_weights` are the window, token by token, then the entries that are attended to, then the sink, whose
+  first token and end are -1. An entry of four tokens also holds the four tokens before them, with weights of their own:
+  `entry_tokens` lists all of them. Ragged rows are float32 and are captured as they are: no `reduce`, `project`,
+  `dtype` or `streams`.
+- All hooks at every layer, without ragged ones, are {per_token / 2**20:.1f} MiB per token of V4-Flash: select layers
+  and positions.
 """
 
 

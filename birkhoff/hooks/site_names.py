@@ -117,7 +117,8 @@ def select(
         return {num_layers - 1: (hook, num_layers - 1)}
     if layers is None:
         raise SelectorError(f'{quoted(hook)} needs layers: a list of them, or "all".', "layers", "empty")
-    return {layer: resolve(hook, layer, schema, num_layers) for layer in layers.expand(num_layers)}
+    chosen = layers_with(hook, layers, schema, num_layers)
+    return {layer: resolve(hook, layer, schema, num_layers) for layer in chosen}
 
 
 def has_streams(schema: Mapping[str, HookSchema]) -> bool:
@@ -179,6 +180,25 @@ def follow_alias(hook: str, layer: int, num_layers: int) -> Address:
     if hook == STREAMS_POST_MLP:
         return ("mhc_streams_pre_attn", layer + 1) if layer + 1 < num_layers else ("mhc_streams_final", layer)
     return hook, layer
+
+
+def layers_with(
+    hook: str, layers: LayerSelector, schema: Mapping[str, HookSchema], num_layers: int
+) -> tuple[int, ...]:
+    """The selected layers that have a hook. "all" and "every" select among those that have it; a layer that is named
+    and does not have it is refused."""
+    chosen = layers.expand(num_layers)
+    has = schema[hook].layers if hook in schema else None
+    if has is None:
+        return chosen
+    known = f"Layers with {hook}: {', '.join(map(str, has)) or 'none'}."
+    lacking = [layer for layer in chosen if layer not in has]
+    if lacking and layers.every is None:
+        raise SelectorError(f"{hook}[{lacking[0]}]: this layer has none. {known}", "layers", "layer")
+    chosen = tuple(layer for layer in chosen if layer in has)
+    if not chosen:
+        raise SelectorError(f"none of the selected layers has {hook}. {known}", "layers", "layer")
+    return chosen
 
 
 def known_name(hook: str) -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, Routing, SiteContext
 from birkhoff.hooks.sites import MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
-from birkhoff.hooks.tap import Reads, split_parts, stack_parts
+from birkhoff.hooks.tap import Reads, RowReader, split_parts, stack_parts
 
 Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
+RaggedCapture = Callable[[RowReader], None]  # takes a function that computes the rows of tokens
 Stages = Callable[[ExcludedPath], Sequence[EditStage]]
 POST_MIX_SITES = (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id)
 
@@ -89,12 +91,40 @@ class SiteRunner:
         return x
 
 
+class RaggedRunner:
+    """Captures of one ragged site, before and after its edits, and the edits: the model applies them itself."""
+
+    def __init__(self, changes: RowChanges = ()):
+        self.before: RaggedCapture | None = None
+        self.after: RaggedCapture | None = None
+        self.changes = changes
+
+    def read(self, before: RowReader, after: RowReader) -> None:
+        for capture, reader in ((self.before, before), (self.after, after)):
+            if capture is not None:
+                capture(reader)
+
+
 class LayerTap:
     """The tap of one layer: a runner for each site where something happens."""
 
     def __init__(self, post_mix: PostMix):
         self._post_mix = post_mix
         self.sites: dict[int, SiteRunner] = {}  # by site id
+        self.ragged_sites: dict[int, RaggedRunner] = {}
+
+    @property
+    def ragged(self) -> bool:
+        return bool(self.ragged_sites)
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        runner = self.ragged_sites.get(site.id)
+        if runner is not None:
+            runner.read(before, after or before)
+
+    def changes(self, site: Site) -> RowChanges:
+        runner = self.ragged_sites.get(site.id)
+        return () if runner is None else runner.changes
 
     def at(self, layer: int) -> LayerTap:
         return self

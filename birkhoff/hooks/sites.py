@@ -2,9 +2,13 @@
 
 A site is called a *hook* on the public surface, under the same name. Ids 0..11 are fixed and new sites are appended, so
 that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m` streams, `E`
-routed experts, `k` experts per token, `z` the heads of an attention side by side. A site that can be edited is an
-assignment in the model code (`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`. `edit`:
-it takes vectors and dictionaries of features; other sites take the edits in `ops`, by name, or none.
+routed experts, `k` experts per token, `h` attention heads of `c` channels, `z` the heads of an attention side by side.
+A site that can be edited is an assignment in the model code (`x = tap(site, x)`); one that can only be captured is a
+bare `tap.see(site, x)`. `edit`: it takes vectors and dictionaries of features; other sites take the edits in `ops`, by
+name, or none.
+
+A ragged site has any number of rows for a token: what a token attends to grows with the text. Its rows are computed
+only for the tokens that are captured (`tap.read`), and every row says in its first numbers what it is about.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ class Site:
     absent: bool = False  # ordinary models only: V4 has no such tensor
     ops: tuple[str, ...] = ()  # edits of a site that takes no vectors
     ordinary: str = ""  # its meaning on an ordinary model, where that differs
+    ragged: bool = False  # any number of rows for a token
+    layers: Literal["all", "compressed", "indexed"] = "all"  # those with a compressor, those with an indexer
 
     @property
     def editable(self) -> bool:
@@ -134,6 +140,49 @@ ATTN_Z = Site(
     "heads of an ordinary model's attention side by side, before the output projection",
     absent=True,
 )
+ATTN_HEAD_OUT = Site(
+    20, "attn_head_out", "hc", True, "output of every attention head, before the grouped output projection"
+)
+ATTN_WEIGHTS = Site(
+    21,
+    "attn_weights",
+    "2+h",
+    False,
+    "one row for each key that the token attends to: first token, end, and the weight of every head",
+    "float32",
+    ragged=True,
+)
+INDEX_SCORES = Site(
+    22,
+    "index_scores",
+    "2",
+    False,
+    "one row for each finished block: its number and the score of the indexer",
+    "float32",
+    ragged=True,
+    layers="indexed",
+)
+INDEX_BLOCKS = Site(
+    23,
+    "index_blocks",
+    "3",
+    False,
+    "one row for each block that the indexer chose: its number, first token and end",
+    "float32",
+    ragged=True,
+    layers="indexed",
+)
+ENTRY_TOKENS = Site(
+    24,
+    "entry_tokens",
+    "2+c",
+    False,
+    "where a token completes a compressed entry, one row for each token in it: entry, token, and the pooling "
+    "weight of every channel",
+    "float32",
+    ragged=True,
+    layers="compressed",
+)
 
 SITES: tuple[Site, ...] = (
     PRE_ATTN,
@@ -156,6 +205,11 @@ SITES: tuple[Site, ...] = (
     MOE_TOPK,
     ATTN_OUT,
     ATTN_Z,
+    ATTN_HEAD_OUT,
+    ATTN_WEIGHTS,
+    INDEX_SCORES,
+    INDEX_BLOCKS,
+    ENTRY_TOKENS,
 )
 BY_NAME: dict[str, Site] = {site.name: site for site in SITES}
 
@@ -166,6 +220,11 @@ _LAYER_ORDER = (
     MHC_ATTN_POST_MIX,
     MHC_ATTN_RES_MIX,
     PRE_ATTN,
+    INDEX_SCORES,
+    INDEX_BLOCKS,
+    ENTRY_TOKENS,
+    ATTN_WEIGHTS,
+    ATTN_HEAD_OUT,
     ATTN_Z,
     ATTN_OUT,
     POST_ATTN,

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from birkhoff.hooks.attention_change import AttentionChange, RowChanges
 from birkhoff.hooks.edit import (
     EditStage,
     ExcludedPath,
@@ -52,6 +53,11 @@ class SiteEdits:
     def __init__(self) -> None:
         self.table_paths: set[Path] = set()
         self.row_edits: list[tuple[SiteEdit | Splice, list[int]]] = []
+
+    @property
+    def changes(self) -> RowChanges:
+        """The edits of a ragged site."""
+        return [(edit, rows) for edit, rows in self.row_edits if isinstance(edit, AttentionChange)]
 
     @property
     def paths(self) -> set[Path]:

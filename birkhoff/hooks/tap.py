@@ -8,6 +8,10 @@ The model calls a tap at every site of `sites.py`:
     ids, weights = tap.route(site, ids, weights, routing)    chosen experts; `routing` is what they were chosen by
     tap.see(site, x)                          capture only
     tap.see(site, x, y)                       capture several tensors as one, stacked last as float32
+    tap.read(site, rows, edited)              ragged sites: functions that compute the rows of given tokens, before and
+                                              after the edits; called for captured tokens only. `tap.ragged` says
+                                              whether any ragged site of the layer is captured or edited
+    tap.changes(site)                         edits of a ragged site and the rows of the step they apply to
 
 `NoTap` does nothing and leaves no operation in a traced graph. `EagerTap` calls Python functions, for notebooks, traces
 and tests. A tap has no access to the model: what it can change is visible in the model's code.
@@ -15,11 +19,12 @@ and tests. A tap has no access to the model: what it can change is visible in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.sites import Site
 
@@ -28,10 +33,15 @@ Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
 Reads = Callable[
     [torch.Tensor], torch.Tensor
 ]  # streams [n, m, d] -> the weights [n, m] they would be read with
+RowReader = Callable[[Sequence[int]], list[torch.Tensor]]  # rows of a step -> for each, its rows [k, width]
 Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 
 
 class Tap(Protocol):
+    @property
+    def ragged(self) -> bool: ...
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None: ...
+    def changes(self, site: Site) -> RowChanges: ...
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
     def part(
         self, site: Site, x: torch.Tensor, reads: Reads | None = None
@@ -55,6 +65,14 @@ def split_parts(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch
 
 class NoTap:
     """Captures and edits nothing."""
+
+    ragged = False
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        pass
+
+    def changes(self, site: Site) -> RowChanges:
+        return ()
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -80,8 +98,10 @@ class EagerTap:
     """Calls `seen(site, layer, tensor)` with the unedited tensor, then the edit of that kind, if any.
 
     An edit returns the new tensor, or None to leave it unchanged. `part` edits streams and returns (read, carried); a
-    plain `edit` at a stream site changes both.
+    plain `edit` at a stream site changes both. Ragged sites are not called.
     """
+
+    ragged = False
 
     def __init__(
         self, seen: Seen | None = None, edit: Edit | None = None, part: Part | None = None, layer: int = -1
@@ -93,6 +113,12 @@ class EagerTap:
 
     def at(self, layer: int) -> EagerTap:
         return EagerTap(self._seen, self._edit, self._part, layer)
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        pass
+
+    def changes(self, site: Site) -> RowChanges:
+        return ()
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         if self._seen is not None:
@@ -120,7 +146,7 @@ class EagerTap:
 
 
 class RecordingTap:
-    """Calls `seen(site, layer, tensor)` at every site with the unedited tensor, then the tap inside."""
+    """Calls `seen(site, layer, tensor)` at every site but ragged ones with the unedited tensor, then the tap inside."""
 
     def __init__(self, inner: Tap, seen: Seen, layer: int = -1):
         self._inner = inner
@@ -129,6 +155,16 @@ class RecordingTap:
 
     def at(self, layer: int) -> RecordingTap:
         return RecordingTap(self._inner.at(layer), self._seen, layer)
+
+    @property
+    def ragged(self) -> bool:
+        return self._inner.ragged
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        self._inner.read(site, before, after)
+
+    def changes(self, site: Site) -> RowChanges:
+        return self._inner.changes(site)
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         self._seen(site, self.layer, stack_parts(*parts))
@@ -149,3 +185,27 @@ class RecordingTap:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._seen(site, self.layer, stack_parts(ids, weights))
         return self._inner.route(site, ids, weights, routing)
+
+
+class ReadingTap(RecordingTap):
+    """Calls `reader(layer, rows)` at one ragged site, where `rows` computes the rows of given tokens after the edits of
+    the tap inside."""
+
+    ragged = True
+
+    def __init__(self, inner: Tap, site: Site, reader: Callable[[int, RowReader], None], layer: int = -1):
+        super().__init__(inner, _ignore, layer)
+        self._site = site
+        self._reader = reader
+
+    def at(self, layer: int) -> ReadingTap:
+        return ReadingTap(self._inner.at(layer), self._site, self._reader, layer)
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        super().read(site, before, after)
+        if site is self._site:
+            self._reader(self.layer, after or before)
+
+
+def _ignore(site: Site, layer: int, tensor: torch.Tensor) -> None:
+    pass

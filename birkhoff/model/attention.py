@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.kernels.attend import TopkIndices
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.rope import Phases
+from birkhoff.model.attention_rows import AttentionRows
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compiled import CompiledAttention
 from birkhoff.model.compressor import Compressor, visible_entries
@@ -18,6 +21,8 @@ from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.rope import Rope, StepPhases
 from birkhoff.model.state import ENTRY, INDEX, KEYS, Fresh, LayerState
+
+_NO_TAP = NoTap()
 
 
 class Attention(nn.Module):
@@ -56,13 +61,20 @@ class Attention(nn.Module):
         self.compiled: CompiledAttention | None = None
 
     def forward(
-        self, x: torch.Tensor, batch: Batch, step_phases: StepPhases, state: LayerState | Fresh
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        step_phases: StepPhases,
+        state: LayerState | Fresh,
+        tap: Tap = _NO_TAP,
     ) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         phases = step_phases.compressed if self.ratio else step_phases.sliding
         if self.compiled is not None and self.compiled.accepts(batch, state):
-            return self.compiled(x, batch, phases, state)
+            return self.compiled(x, batch, phases, state, tap)
         queries, keys, latent, raw = self.project(x, phases)
+        projected = queries, keys, latent, raw
+        rows = AttentionRows(self, x, phases, batch, state, projected) if tap.ragged else None
         if self._takes_all_chunks(batch, state):
             attended = self._attend_chunks(queries, keys, latent, raw, phases, batch, state)
         else:
@@ -71,7 +83,10 @@ class Attention(nn.Module):
             ]
             attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
-        return self._project_out(self.kernels.rotate(attended, phases, inverse=True, own=True))
+        attended = self.kernels.rotate(attended, phases, inverse=True, own=True)
+        if rows is not None:
+            attended = rows.run(tap, attended)
+        return self._project_out(tap(sites.ATTN_HEAD_OUT, attended))
 
     def project(
         self, x: torch.Tensor, phases: Phases

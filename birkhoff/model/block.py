@@ -45,7 +45,7 @@ class Block(nn.Module):
         post = tap(sites.MHC_ATTN_POST_MIX, post)
         mix = tap(sites.MHC_ATTN_RES_MIX, mix)
         u = tap(sites.PRE_ATTN, u)
-        y = tap(sites.POST_ATTN, self.attn(self.attn_norm(u), batch, phases, state))
+        y = tap(sites.POST_ATTN, self.attn(self.attn_norm(u), batch, phases, state, tap))
         streams = self.hc_attn.write(streams, y, post, mix)
 
         seen, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, streams, self.hc_ffn.weights)

@@ -45,7 +45,7 @@ class CompiledAttention(Protocol):
     def accepts(self, batch: Batch, state: LayerState | Fresh) -> bool: ...
 
     def __call__(
-        self, x: torch.Tensor, batch: Batch, phases: Phases, state: LayerState | Fresh
+        self, x: torch.Tensor, batch: Batch, phases: Phases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor: ...
 
 

@@ -80,8 +80,23 @@ class Compressor(nn.Module):
 
     def _position_bias(self, group: Group) -> torch.Tensor:
         """Position biases for the gates, zeros for the values."""
-        bias = self.ape[group.cached(("phase", self.ratio), lambda: group.positions() % self.ratio)]
+        return self._bias_at(group.cached(("phase", self.ratio), lambda: group.positions() % self.ratio))
+
+    def position_bias(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for any positions, [..., values and gates]."""
+        return self._bias_at(positions % self.ratio)
+
+    def _bias_at(self, phase: torch.Tensor) -> torch.Tensor:
+        bias = self.ape[phase]
         return torch.cat((torch.zeros_like(bias), bias), dim=-1)
+
+    def pooling_weights(self, raw: torch.Tensor) -> torch.Tensor:
+        """The weights of the tokens of one entry by channel: raw rows [items, values and gates], oldest first ->
+        [items, width], which sum to 1 over the tokens."""
+        gates = raw.chunk(2, dim=-1)[1]
+        if self.overlap == 2:
+            gates = torch.cat((gates[: -self.ratio, : self.width], gates[-self.ratio :, self.width :]))
+        return gates.float().softmax(dim=0)
 
     def finish_single(self, group: Group, state: LayerState | Fresh) -> None:
         """Decoding: make the entry of each sequence whose new token completes a block; all its rows are in the ring."""

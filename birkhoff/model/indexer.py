@@ -47,7 +47,7 @@ class Indexer(nn.Module):
             return visible
         if visible is None:  # one query per sequence that sees everything
             visible = torch.ones(group.size, 1, keys.shape[1], dtype=torch.bool, device=keys.device)
-        queries, weights = self._project(latent, weights, phases)
+        queries, weights = self.project(latent, weights, phases)
         if isinstance(visible, TopkIndices):
             indices: TopkIndices = self.numerics.kernels.index_topk(
                 queries, keys, weights, visible.counts, self.topk
@@ -80,7 +80,7 @@ class Indexer(nn.Module):
         indices = first.expand(len(raw), -1).contiguous()
         for group in scored:
             keys = state.entries(INDEX, group, (group.last_position + 1) // 4)
-            queries, head_weights = self._project(
+            queries, head_weights = self.project(
                 group.view(latent), group.view(weights), phases.view(group.view)
             )
             best = self.numerics.kernels.index_topk(
@@ -89,7 +89,7 @@ class Indexer(nn.Module):
             indices[group.rows] = best.indices.flatten(0, 1)
         return TopkIndices(kept, indices)
 
-    def _project(
+    def project(
         self, latent: torch.Tensor, weights: torch.Tensor, phases: Phases
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [..., h, c] as they are scored, and the scaled head weights."""

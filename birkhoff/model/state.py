@@ -237,6 +237,12 @@ class LayerState:
         table = group.cached(("pages", used), lambda: self.state.page_table[group.slots, :used])
         return pages[table].flatten(1, 2)[:, :count]
 
+    def sequence_entries(self, kind: str, slot: int, count: int) -> torch.Tensor:
+        """The first `count` entries of one sequence, [count, width]."""
+        pages = self.pages[kind]
+        used = math.ceil(count / pages.shape[1])
+        return pages[self.state.page_table[slot, :used]].flatten(0, 1)[:count]
+
 
 class State:
     """The state of all layers for up to `slots` sequences over `num_pages` pages."""
@@ -334,7 +340,10 @@ class Fresh:
     """No past and no continuation: whole sequences from position 0. Stands for a `State` or a `LayerState`."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, torch.Tensor] = {}
+        self._entries: dict[str, torch.Tensor] = {}  # of the group that runs
+        self._groups: list[
+            tuple[str, torch.Tensor, torch.Tensor]
+        ] = []  # kind, slots and entries of every group
 
     @property
     def mtp(self) -> Fresh:
@@ -359,6 +368,15 @@ class Fresh:
         self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor
     ) -> None:
         self._entries[kind] = entries
+        self._groups.append((kind, slots, entries))
 
     def entries(self, kind: str, group: Group, count: int) -> torch.Tensor:
         return self._entries[kind]
+
+    def sequence_entries(self, kind: str, slot: int, count: int) -> torch.Tensor:
+        """The first `count` entries of one sequence, [count, width]."""
+        for stored, slots, entries in self._groups:
+            members = slots.tolist()
+            if stored == kind and slot in members:
+                return entries[members.index(slot), :count]
+        raise AssertionError("a sequence with entries has stored them")

@@ -170,6 +170,8 @@ def _direction(vector: torch.Tensor, row: HookSchema, hook: str, stream: int | N
     """The unit vector along which the rows of a hook are read, [width]."""
     if hook == "moe_topk":
         raise SteeringError("moe_topk is ids and weights, which have no component along a vector.")
+    if row.ragged is not None:
+        raise SteeringError(f"{hook} has any number of rows for a token, which no gate can read.")
     if len(row.logical_shape) == 2 and stream is not None:
         m, d = row.logical_shape
         if stream >= m:

@@ -14,6 +14,7 @@ from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
+from birkhoff.steering.attention_edits import AttentionEdit, Pieces
 from birkhoff.steering.gated_edits import FeatureGate, Gate, TokenTexts
 from birkhoff.steering.modules import Identity, NamedVectors
 from birkhoff.steering.request_edit import RequestEdit
@@ -40,6 +41,7 @@ class SteeringResolver:
         self.runs: dict[
             str, Mapping[tuple[str, int], Any]
         ] = {}  # captured rows by name of the run, for patches
+        self.pieces: Pieces | None = None  # bytes of tokens, for edits that name a text
         self.parsers: dict[str, Parser] = {}  # parsers of the SAE fields
         self.features: FeatureGate | None = None  # gates by features of attached dictionaries
         self.token_texts: TokenTexts | None = None  # for gates by classes of tokens
@@ -109,6 +111,8 @@ class SteeringResolver:
     ) -> Iterator[Edit]:
         """The edit resolved, or the parts of the module of several hooks that it names."""
         try:
+            if isinstance(edit, AttentionEdit) and prompt_ids is not None:
+                edit = edit.located(prompt_ids, self.pieces)
             parts: Sequence[RequestEdit] = [edit]
             if isinstance(edit, VectorEdit) and isinstance(edit.vector, str):
                 module = self.modules.get(edit.vector)

@@ -18,6 +18,7 @@ from typing import Any, cast
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
+from birkhoff.steering.attention_edits import AttentionEdit
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.mixer_edits import WORDS, MixerMatrix
 from birkhoff.steering.position_rows import PositionRows
@@ -44,7 +45,8 @@ NATIVE = "interventions"
 OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch, "scale": Scale}
 # Kinds of edits that take no vector; an entry has their fields, and `layers` in `at`.
 OTHERS: Mapping[str, tuple[type[RequestEdit], tuple[str, ...]]] = {
-    "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase"))
+    "attention": (AttentionEdit, ("heads", "mask", "blocks", "sink", "entries", "where", "phase")),
+    "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase")),
 }
 _COMMON = ("op", "at", "scale", "streams", "where", "phase", "path", "when")
 _OWN = {

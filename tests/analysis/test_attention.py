@@ -1,62 +1,82 @@
-"""Attention readouts: the recomputed weights times the keys give the sublayer's output."""
+"""Attention readouts: weights over window, entries and sink of one token, and masses of all tokens."""
 
 import pytest
 import torch
 
-from birkhoff.analysis.attention import attention_weights, layer_masses, layer_readout
-from birkhoff.hooks.tap import EagerTap
-from tests.models import TINY, random_model
+import birkhoff
+from birkhoff import AttentionEdit
+from birkhoff.analysis.attention import attention_masses
+from birkhoff.convert.synth import synth
+from birkhoff.hooks.sites import ATTN_WEIGHTS
+from birkhoff.hooks.tap import NoTap, ReadingTap
+
+IDS = [0, *(5 + index * 37 % 500 for index in range(299))]
 
 
 @pytest.fixture(scope="module")
-def text():
-    """A model, 300 tokens, and the input and output of every attention sublayer."""
-    model = random_model()
-    ids = torch.randint(0, TINY.vocab_size, (300,), generator=torch.Generator().manual_seed(3))
-    kept = {}
-    with torch.no_grad():
-        model(ids, EagerTap(seen=lambda site, layer, x: kept.__setitem__((site.name, layer), x)))
-    return model, ids, kept
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    synth(path, like="tiny")
+    with birkhoff.load(path, kernels="reference") as engine:
+        yield engine
 
 
-@pytest.mark.parametrize("layer", range(TINY.num_hidden_layers))
 @pytest.mark.parametrize("position", [0, 3, 131, 299])
-def test_weights_times_keys_is_the_output_of_the_sublayer(text, layer, position):
-    model, ids, kept = text
-    block = model.layers[layer]
+def test_weights_times_keys_is_the_output_of_the_heads(engine, position):
+    """In sliding layers the keys are those of single tokens, which the model computes from its input."""
+    model, found = engine.model, {}
+    trace = engine.trace(IDS, ["pre_attn", "attn_head_out"])
+
+    def read(layer, rows):
+        found[layer] = rows([position])[0]
+
     with torch.no_grad():
-        weights = attention_weights(block, kept["pre_attn", layer], ids, model.rope, position)
-        mixed = (weights.share[:, :-1] @ weights.keys).unsqueeze(0)
-        phases = model.rope.step(torch.tensor([position]))
-        turn = phases.compressed if block.attn.ratio else phases.sliding
-        out = block.attn._project_out(block.attn.kernels.rotate(mixed, turn, inverse=True))[0]
-    wrote = kept["post_attn", layer][position]
-    assert (out - wrote).abs().max() < 1e-5 * max(1.0, float(wrote.abs().max()))
+        model(torch.tensor(IDS), ReadingTap(NoTap(), ATTN_WEIGHTS, read))
+        phases = model.rope.step(torch.arange(len(IDS))).sliding
+        for layer in (0, 1):
+            block = model.layers[layer]
+            keys = block.attn.project(block.attn_norm(trace["pre_attn", layer]), phases)[1]
+            rows = found[layer][:-1]
+            mixed = rows[:, 2:].T @ keys[rows[:, 0].long()]
+            turn = phases.view(lambda part: part[position])
+            out = block.attn.kernels.rotate(mixed, turn, inverse=True)
+            assert (out - trace["attn_head_out", layer][position]).abs().max() < 1e-5
 
 
-def test_readouts_sum_to_one_and_cover_visible_tokens(text):
-    model, ids, kept = text
-    for layer, ratio in enumerate(TINY.compress_ratios[: TINY.num_hidden_layers]):
-        with torch.no_grad():
-            readout = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, 299)
+def test_readouts_sum_to_one_and_cover_visible_tokens(engine):
+    config = engine.config
+    for readout, ratio in zip(engine.attention(IDS), config.compress_ratios, strict=True):
         assert readout.ratio == ratio
         assert float(readout.window.sum() + readout.entries.sum()) + readout.sink == pytest.approx(
             1, abs=1e-5
         )
-        assert readout.first == 299 - TINY.sliding_window + 1
-        assert len(readout.window) == TINY.sliding_window
+        assert readout.first == 299 - config.sliding_window + 1
+        assert len(readout.window) == config.sliding_window
         assert len(readout.entries) == (300 // ratio if ratio else 0)
         if ratio == 4:
-            assert int(readout.chosen.sum()) == TINY.index_topk
+            assert int(readout.chosen.sum()) == config.index_topk
         assert float(readout.entries[~readout.chosen].sum()) == 0
 
 
-@pytest.mark.parametrize("layer", range(TINY.num_hidden_layers))
-def test_masses_of_all_tokens_are_those_of_each(text, layer):
-    model, ids, kept = text
-    with torch.no_grad():
-        every = layer_masses(model.layers[layer], kept["pre_attn", layer], ids, model.rope)
-        for position in (0, 5, 127, 128, 255, 299):
-            one = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, position)
+def test_masses_of_all_tokens_are_those_of_each(engine):
+    every = attention_masses(engine, IDS)
+    for position in (0, 5, 127, 128, 255, 299):
+        for layer, one in enumerate(engine.attention(IDS, position)):
             expected = torch.tensor([float(one.window.sum()), float(one.entries.sum()), one.sink])
-            assert (every[position] - expected).abs().max() < 1e-5
+            assert (every[layer, position] - expected).abs().max() < 1e-5
+
+
+def test_several_texts_in_one_pass_with_edits_of_their_own_are_as_each_alone(engine):
+    texts = [IDS[:140], IDS[3:9], IDS[5:145], IDS[7:60]]
+    steer = [None, [AttentionEdit("all", sink=0.0)], [AttentionEdit("all", mask=[136, 137])], None]
+    together = engine.attention(texts, steer=steer)
+    logits = engine.logits(texts, steer=steer)
+    for text, edits, readouts, own in zip(texts, steer, together, logits):
+        assert (engine.logits(text, steer=edits) - own).abs().max() < 1e-4
+        for alone, readout in zip(engine.attention(text, steer=edits), readouts, strict=True):
+            assert torch.equal(alone.chosen, readout.chosen) and abs(alone.sink - readout.sink) < 1e-5
+            assert (alone.entries - readout.entries).abs().sum() < 1e-4
+            assert (alone.window - readout.window).abs().max() < 1e-5
+    assert all(readout.sink == 0 for readout in together[1])
+    assert all(readout.sink > 0 for readout in together[0])
+    assert all(float(readout.window[-4]) == 0 for readout in together[2])  # position 136 of 140

@@ -30,7 +30,7 @@ def run(capture, hook, matrix=None):
     return job.rows()[hook, 1].tensor, resolved.rows[hook]
 
 
-@pytest.mark.parametrize("hook", [hook for hook in V4 if not V4[hook].once])
+@pytest.mark.parametrize("hook", [hook for hook in V4 if not V4[hook].once and V4[hook].ragged is None])
 def test_rows_of_every_hook_have_the_stored_shape_and_dtype(hook):
     for fields in ({}, {"dtype": "fp16"}, {"reduce": "mean"}, {"reduce": "last"}):
         tensor, stored = run(Capture({hook: [1]}, **fields), hook)

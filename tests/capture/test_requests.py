@@ -22,7 +22,13 @@ from tests.models import TINY, fused_model, random_model, random_tokens
 from tests.sizes import scaled
 
 SCHEMA = build_hook_schema(
-    TINY.hidden_size, "float32", TINY.hc_mult, TINY.n_routed_experts, TINY.num_experts_per_tok
+    TINY.hidden_size,
+    "float32",
+    TINY.hc_mult,
+    TINY.n_routed_experts,
+    TINY.num_experts_per_tok,
+    heads=TINY.num_attention_heads,
+    head_dim=TINY.head_dim,
 )
 LAYERS = TINY.num_hidden_layers
 

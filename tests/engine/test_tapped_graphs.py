@@ -16,6 +16,7 @@ from birkhoff.engine.cuda_graphs import CudaGraphs, site_widths
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
+from birkhoff.hooks.attention_change import AttentionChange, Blocks
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.gating import SiteGate
@@ -34,11 +35,12 @@ from tests.operations import Issued
 
 SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0)
 LAYERS, D, M = 2, SHORT.hidden_size, SHORT.hc_mult
+HEADS = SHORT.num_attention_heads * SHORT.head_dim
 TOKENS, POSITIONS, SLOTS = [5, 6, 8], [0, 3, 1], [2, 0, 1]
 ALL = [
     (site.name, layer)
     for site in SITES
-    if not site.absent
+    if not site.absent and not site.ragged
     for layer in ([LAYERS - 1] if site.once else range(LAYERS))
 ]
 
@@ -104,6 +106,12 @@ def edits(seed: int):
         Everywhere({("moe_topk", layer): expert_use(seed) for layer in range(LAYERS)}),
         Everywhere({("mlp_out", 0): gated(seed, "mhc_streams_pre_attn", 0, M * D)}),
         Everywhere({("pre_attn", 1): gated(seed, "moe_router_logits", 0, SHORT.n_routed_experts)}),
+        Everywhere(
+            {
+                ("attn_head_out", 0): SiteEdit("patch", torch.zeros(SHORT.head_dim), streams=(1, 3)),
+                ("attn_head_out", 1): SiteEdit("add", vector(HEADS, seed + 5, 0.3)),
+            }
+        ),
     ]
 
 
@@ -209,8 +217,8 @@ def answers(model, name: str, widths) -> tuple[list[list[int]], list[CaptureJob]
 
 def test_an_engine_steers_and_captures_with_graphs(model):
     sizes = {"d": D, "md": M * D, "m": M, "mm": M * M, "k2": 2 * SHORT.num_experts_per_tok}
-    sizes["E"] = SHORT.n_routed_experts
-    widths = {site.name: sizes[site.shape] for site in SITES if not site.absent}
+    sizes |= {"E": SHORT.n_routed_experts, "hc": HEADS}
+    widths = {site.name: sizes[site.shape] for site in SITES if not site.absent and not site.ragged}
     (plain, plain_jobs), (actual, actual_jobs) = (
         answers(model, name, widths) for name in ("reference", "triton")
     )
@@ -219,6 +227,34 @@ def test_an_engine_steers_and_captures_with_graphs(model):
         rows, true = torch.cat(actual_jobs[1].got[key]), torch.cat(expected)
         assert rows.shape == true.shape and len(true) == 4, key
         assert (rows.float() - true.float()).abs().max() < 5e-4, key
+
+
+def test_requests_with_changed_attention_run_beside_the_graph_of_the_others(model):
+    """Prompts and decode steps of GPU kernels: what a graph cannot hold is computed as in the plain model."""
+    change = AttentionChange(mask=((0, 2),), forbid=Blocks((0,)), sink=0.5)
+    keys = [("attn_weights", 1), ("index_blocks", 1), ("entry_tokens", 1)]
+    results = {}
+    for name in ("reference", "triton"):
+        core = EngineCore(
+            with_kernels(model, name), max_requests=2, max_context=128, num_pages=4, device=DEVICE
+        )
+        job = CaptureJob(keys, after=True)
+        plan = Plan(jobs=(job,), edits=(Everywhere({("attn_weights", 1): change}),))
+        options = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        requests = [Request(tuple(range(5, 14)), options, 2, seed=0, plan=each) for each in (plan, None)]
+        for request in requests:
+            core.submit(request)
+        while core.step():
+            pass
+        if core.runner.graphs is not None:
+            assert not core.runner.graphs._tapped and core.runner.graphs._plain
+        core.close()
+        results[name] = [request.output_ids for request in requests], job.got
+    assert results["triton"][0] == results["reference"][0]
+    assert results["triton"][0][0] != results["triton"][0][1]
+    for key in keys:
+        actual, expected = (torch.cat(results[name][1][key]) for name in ("triton", "reference"))
+        assert actual.shape == expected.shape and (actual - expected).abs().max() < 5e-4, key
 
 
 @torch.no_grad()

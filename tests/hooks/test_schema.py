@@ -31,7 +31,13 @@ EXPECTED = {
     "final_hidden": ((D,), "bfloat16", True, True),
     "moe_router_logits": ((E,), "float32", False, False),
     "moe_topk": ((K, 2), "float32", False, False),
+    "attn_head_out": ((TINY.num_attention_heads, TINY.head_dim), "bfloat16", True, False),
+    "attn_weights": ((2 + TINY.num_attention_heads,), "float32", False, False),
+    "index_scores": ((2,), "float32", False, False),
+    "index_blocks": ((3,), "float32", False, False),
+    "entry_tokens": ((2 + TINY.head_dim,), "float32", False, False),
 }
+RAGGED = {"attn_weights", "index_scores", "index_blocks", "entry_tokens"}
 
 
 def test_t_cap_1_every_hook_with_its_shape_and_dtype():
@@ -51,9 +57,12 @@ def test_t_cap_1_an_ordinary_model_has_exactly_three():
         assert (hook.width, hook.dtype, hook.logical_shape, hook.steerable) == (96, "float16", (96,), True)
 
 
-def test_without_expert_sizes_the_routing_hooks_are_absent():
+def test_without_their_sizes_the_hooks_of_experts_and_heads_are_absent():
     schema = build_hook_schema(D, "bfloat16", M)
-    assert set(EXPECTED) - set(schema) == {"moe_router_logits", "moe_topk"} and "post_mlp" not in schema
+    assert (
+        set(EXPECTED) - set(schema) == {"moe_router_logits", "moe_topk", "attn_head_out", *RAGGED}
+        and "post_mlp" not in schema
+    )
 
 
 def test_t_cap_1_captured_tensors_match_the_schema():
@@ -61,7 +70,7 @@ def test_t_cap_1_captured_tensors_match_the_schema():
     with torch.no_grad():
         model(random_tokens(TINY, 9, 3), EagerTap(lambda s, layer, x: seen.update({(s.name, layer): x})))
     schema, last = schema_of(TINY, "bfloat16"), TINY.num_hidden_layers - 1
-    assert {name for name, _ in seen} == set(schema)
+    assert {name for name, _ in seen} == set(schema) - RAGGED
     for (name, layer), x in seen.items():
         assert tuple(x.shape[1:]) == schema[name].logical_shape, name
         assert str(x.dtype) == f"torch.{schema[name].dtype}", name
@@ -95,3 +104,18 @@ def test_hash_routed_layers_are_marked_on_routing_hooks_only():
 def test_invalid_sizes_raise_errors_that_name_the_argument(arguments, named):
     with pytest.raises(ConfigError, match=f"^{named} is"):
         build_hook_schema(*arguments)
+
+
+def test_ragged_hooks_name_their_layers_and_bound_their_rows():
+    schema = schema_of(TINY, "float32")
+    assert {name for name, row in schema.items() if row.ragged is not None} == RAGGED
+    assert schema["index_scores"].layers == schema["index_blocks"].layers == (2, 4)
+    assert schema["entry_tokens"].layers == (2, 3, 4, 5) and schema["attn_weights"].layers is None
+    bounds = schema["attn_weights"].ragged
+    window, topk = TINY.sliding_window, TINY.index_topk
+    assert bounds.most("attn_weights", 0, 300) == window + 1
+    assert bounds.most("attn_weights", 2, 300) == window + topk + 1
+    assert bounds.most("attn_weights", 3, 300) == window + 2 + 1
+    assert bounds.most("index_scores", 2, 300) == 75 and bounds.most("index_blocks", 2, 300) == topk
+    assert bounds.most("entry_tokens", 2, 300) == 8 and bounds.most("entry_tokens", 3, 300) == 128
+    assert schema["index_scores"].to_json()["layers"] == [2, 4] and schema["index_scores"].to_json()["ragged"]

@@ -22,6 +22,8 @@ EDITABLE = [
     for site in sites.SITES
     if site.editable and not site.absent and site is not sites.MOE_TOPK
     for layer in ([LAST] if site.once else [0, 2, 3, LAST])
+    if (site, layer)
+    != (sites.MHC_ATTN_PRE_MIX, 0)  # equal streams: their sum is normalised, whatever its weights
 ]
 
 
@@ -65,7 +67,7 @@ def by_expert(topk):
     return topk.gather(-2, order.unsqueeze(-1).expand_as(topk))
 
 
-@pytest.mark.parametrize("site", [s for s in sites.SITES if not s.absent], ids=address)
+@pytest.mark.parametrize("site", [s for s in sites.SITES if not s.absent and not s.ragged], ids=address)
 def test_every_site_equals_the_oracle(site, whole, oracle):
     actual = {layer: x for (name, layer), x in whole[1].items() if name == site.name}
     expected = {layer: x for (name, layer), x in oracle.items() if name == site.name}
@@ -93,6 +95,8 @@ def test_every_site_is_called_once_with_its_documented_shape_and_dtype(tiny, tok
             "m": TINY.hc_mult,
             "E": TINY.n_routed_experts,
             "k": TINY.num_experts_per_tok,
+            "h": TINY.num_attention_heads,
+            "c": TINY.head_dim,
             "2": 2,
         },
     )
@@ -103,7 +107,7 @@ def test_every_site_is_called_once_with_its_documented_shape_and_dtype(tiny, tok
         assert x.dtype == torch.float32 and not site.absent
 
     tiny(tokens, EagerTap(seen))
-    present = [site for site in sites.SITES if not site.absent]
+    present = [site for site in sites.SITES if not site.absent and not site.ragged]
     assert set(calls) == {
         (s.name, layer) for s in present for layer in ([LAST] if s.once else range(LAST + 1))
     }

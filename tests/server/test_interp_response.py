@@ -13,7 +13,19 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, ExpertSet, Gate, Patch, Project, SaeReconstruct, SaeSet, Scale
+from birkhoff import (
+    Add,
+    AttentionEdit,
+    Capture,
+    Clamp,
+    ExpertSet,
+    Gate,
+    Patch,
+    Project,
+    SaeReconstruct,
+    SaeSet,
+    Scale,
+)
 from birkhoff.analysis.contrast import contrast_rows, vector_of
 from birkhoff.capture.store.reader import read_request
 from tests.cli.conftest import ROOT
@@ -163,6 +175,20 @@ CASES = {
             ExpertSet("all", ban=[0], weights={3: 1.0}, phase="decode"),
         ],
     ),
+    "attention": (
+        {
+            "interventions": [
+                {"op": "attention", "at": {"layers": "all"}, "mask": {"text": "fox"}, "phase": "decode"},
+                {"op": "attention", "at": {"layers": [2, 5]}, "heads": [0, 1]},
+                {"op": "attention", "at": {"layers": "all"}, "sink": 0},
+            ]
+        },
+        [
+            AttentionEdit("all", mask={"text": "fox"}, phase="decode"),
+            AttentionEdit([2, 5], heads=[0, 1]),
+            AttentionEdit("all", sink=0.0),
+        ],
+    ),
     "steering_name": ({"steering_name": "spooky"}, [Add("spooky", path="carry")]),
     "steering_name with a scale": (
         {"steering_name": {"name": "sea", "scale": 2.5}},
@@ -287,6 +313,34 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
     assert np.allclose(rows["values"], expected.acts["mhc_ffn_res_mix", 3].tensor.flatten(1).numpy())
     listed = served.get("/v1/interp/captures").json()["captures"]
     assert results["filesystem"]["id"] in {entry["id"] for entry in listed}
+
+
+def test_ragged_captures_equal_python_inline_and_in_files(served, engine):
+    spec = {
+        "hooks": {"attn_weights": [2, 4], "entry_tokens": "all", "attn_head_out": [3]},
+        "positions": "all",
+    }
+    expected = engine.chat(MESSAGES, capture=Capture(**spec), **SHARED)
+    consumers = {"filesystem": {"request_id": "ragged", "tag": "http", **spec}, "memory": spec}
+    body = {"messages": MESSAGES, **SHARED, "capture": consumers, "capture_wait": True}
+    results = served.post(CHAT, body).json()["capture_results"]
+    assert results["filesystem"]["status"] == results["memory"]["status"] == "ok"
+    inline = {(entry["hook"], entry["layer"]): entry for entry in results["memory"]["tensors"]}
+    on_disk = read_request(served.root / "http" / "ragged")
+    assert set(inline) == set(on_disk) == set(expected.acts)
+    for key, rows in expected.acts.items():
+        array = np.frombuffer(base64.b64decode(inline[key]["data"]), np.float32)
+        array = array.reshape(inline[key]["shape"])
+        assert np.array_equal(array, rows.tensor.numpy()) and inline[key]["positions"] == list(rows.positions)
+        assert np.array_equal(on_disk[key].values(), rows.tensor.numpy())
+        assert list(on_disk[key].positions) == list(rows.positions)
+    props = served.get("/props").json()
+    assert "attn_weights" in json.dumps(props)
+    refused = served.post(
+        CHAT,
+        {"messages": MESSAGES, "capture": {"memory": {"hooks": {"attn_weights": [2]}, "reduce": "mean"}}},
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "capture.memory.reduce"
 
 
 def test_a_capture_is_pending_until_it_is_waited_for(served):

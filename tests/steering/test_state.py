@@ -22,7 +22,8 @@ LAYER, STEPS = 2, 3
 PROMPT = [0, *range(40, 40 + 20)]
 PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 STREAMS = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final")
-STEERABLE = ("pre_attn", "post_attn", "mlp_in", "mlp_out", "final_hidden", *STREAMS)
+STEERABLE = ("pre_attn", "post_attn", "mlp_in", "mlp_out", "final_hidden", "attn_head_out", *STREAMS)
+HEADS = 4 * 32  # numbers of a row of attn_head_out
 READ_ONLY = tuple(site.name for site in SITES if not site.editable)
 OPERATIONS = (
     "add",
@@ -61,7 +62,7 @@ def unit(v):
 def edits_and_change(operation, hook, options, m, d):
     """The edits, and the equivalent change of float64 rows [n, width], called with the rows, their positions and the
     write-out weights."""
-    width = m * d if hook in STREAMS else d
+    width = m * d if hook in STREAMS else HEADS if hook == "attn_head_out" else d
     v, w, narrow = vector(width, 1), vector(width, 2), vector(d, 3)
     at = {"hook": hook, "layers": [LAYER], **options}
     by_position = PositionRows(

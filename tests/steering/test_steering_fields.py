@@ -350,7 +350,11 @@ BAD = {  # error -> (body, path of the field, part of the message)
     "feature op": ({NATIVE: [{"op": "sae"}]}, "interventions[0]", "not served"),
     "not a list": ({NATIVE: {"op": "add"}}, NATIVE, "list of objects"),
     "not an object": ({NATIVE: ["add"]}, "interventions[0]", "object with 'op'"),
-    "op": ({NATIVE: [{"op": "boost"}]}, "interventions[0].op", "add, project, clamp, patch, sae"),
+    "op": (
+        {NATIVE: [{"op": "boost"}]},
+        "interventions[0].op",
+        "add, project, clamp, patch, scale, attention, experts, sae",
+    ),
     "key": ({NATIVE: [{"op": "add", "vector": V, "value": 1}]}, "interventions[0]", "'value'"),
     "at": ({NATIVE: [{"op": "add", "vector": V, "at": "mlp_out"}]}, "interventions[0].at", "hook"),
     "at key": ({NATIVE: [{"op": "add", "vector": V, "at": {"layer": 3}}]}, "interventions[0].at", "'layer'"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from birkhoff import notebook
 from birkhoff.capture.spec.request import ResolvedCapture
 from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address
+from birkhoff.hooks.sites import BY_NAME
 
 
 class Acts(Mapping[Address, SiteRows]):
@@ -22,7 +25,11 @@ class Acts(Mapping[Address, SiteRows]):
 
     def __getitem__(self, key: Address | str) -> SiteRows:
         hook, layer = (key, None) if isinstance(key, str) else key
-        return self._rows[self._resolved.address(hook, layer)]
+        address = self._resolved.address(hook, layer)
+        if address not in self._rows and BY_NAME[address[0]].ragged:  # no token had a row
+            shape = self._resolved.rows[address[0]].shape
+            return SiteRows(*address, torch.empty(0, *shape), (), ())
+        return self._rows[address]
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, str):

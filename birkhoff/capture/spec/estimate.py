@@ -86,20 +86,25 @@ def estimate(
     addresses: Sequence[Address],
     selector: PositionSelector,
     reduce: str | None = None,
+    rows_per_token: Mapping[Address, int] | None = None,
 ) -> Estimate:
-    """Cost of storing `rows[hook]` at each address for the selected tokens."""
+    """Cost of storing `rows[hook]` at each address for the selected tokens. `rows_per_token`: upper bounds for ragged
+    hooks; others have one row for each token."""
     early, late = selector.max_rows()
     each = early + late if reduce is None else min(early + late, 1)
     by_hook: dict[str, int] = {}
-    for hook, _ in addresses:
-        by_hook[hook] = by_hook.get(hook, 0) + each * rows[hook].nbytes
+    total = 0
+    for hook, layer in addresses:
+        count = each * (rows_per_token or {}).get((hook, layer), 1)
+        total += count
+        by_hook[hook] = by_hook.get(hook, 0) + count * rows[hook].nbytes
     return Estimate(
         sites=len(addresses),
         prompt_rows=early,
         generated_rows=late,
-        rows=each * len(addresses),
+        rows=total,
         bytes=sum(by_hook.values()),
-        exact=selector.exact,
+        exact=selector.exact and not rows_per_token,
         lowest_prompt_position=selector.lowest_prompt_position(),
         bytes_by_hook=tuple(sorted(by_hook.items())),
     )

@@ -307,10 +307,15 @@ def _resolve(
 ) -> Resolution:
     requested: dict[Address, Address] = {}
     for hook, layers in values["hooks"].items():
-        addresses_of = site_names.select(hook, layers, context.schema, context.num_layers)
+        try:
+            addresses_of = site_names.select(hook, layers, context.schema, context.num_layers)
+        except SelectorError as error:
+            where = field_path(f"{path}.hooks", hook)
+            raise CaptureValidationError(error.reason, where, _RULES[error.kind]) from None
         requested |= {(hook, layer): address for layer, address in addresses_of.items()}
     addresses = tuple(sorted(set(requested.values()), key=lambda at: (at[1], BY_NAME[at[0]].id)))
     schemas = {hook: context.schema[hook] for hook, _ in addresses}
+    _plain_if_ragged(values, schemas, path)
     _streams_exist(values["streams"], schemas, f"{path}.streams")
     project = values["project"]
     matrix = None if project is None else context.projections.get(project)
@@ -319,12 +324,35 @@ def _resolve(
         hook: stored_row(schema, values["streams"], columns, values["reduce"], values["dtype"])
         for hook, schema in schemas.items()
     }
-    cost = estimate(rows, addresses, selector, values["reduce"])
+    length = (context.prompt if isinstance(context.prompt, int) else len(context.prompt)) + context.max_tokens
+    rows_per_token = {
+        (hook, layer): ragged.most(hook, layer, length)
+        for hook, layer in addresses
+        if (ragged := schemas[hook].ragged) is not None
+    }
+    cost = estimate(rows, addresses, selector, values["reduce"], rows_per_token)
     if project is None or matrix is not None:
         _affordable(cost, values["return"] or rules.returns, path, context)  # V11
     if project is not None:
         _projects(project, matrix, schemas, values["streams"], path, context)  # V12
     return Resolution(requested, addresses, rows, selector, cost, rules)
+
+
+def _plain_if_ragged(values: Mapping[str, Any], schemas: Mapping[str, HookSchema], path: str) -> None:
+    """Rows of ragged hooks name tokens in their first numbers and are stored as they are."""
+    ragged = [hook for hook, schema in schemas.items() if schema.ragged is not None]
+    for name in ("reduce", "project", "streams"):
+        if ragged and values[name] is not None:
+            raise CaptureValidationError(
+                f"cannot be applied to {ragged[0]}, which has any number of rows for a token. Capture it by itself "
+                f"without {name}.",
+                f"{path}.{name}",
+            )
+    if ragged and values["dtype"] not in (None, "fp32"):
+        raise CaptureValidationError(
+            f"is {quoted(values['dtype'])}, but rows of {ragged[0]} hold positions, which need float32. Leave it out.",
+            f"{path}.dtype",
+        )
 
 
 def _streams_exist(streams: tuple[int, ...] | None, schemas: Mapping[str, HookSchema], path: str) -> None:

@@ -63,6 +63,13 @@ class ContrastRows:
         return rows
 
 
+def check_texts(positive: Sequence[Any], negative: Sequence[Any]) -> None:
+    """Refuse sets of fewer than two texts."""
+    for name, texts in (("positive", positive), ("negative", negative)):
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or len(texts) < 2:
+            raise OptionError(f"{name} is {quoted(texts)}, expected a list of at least two texts.")
+
+
 def contrast_rows(
     engine: Engine,
     positive: Sequence[Any],
@@ -74,9 +81,7 @@ def contrast_rows(
     """Run both sets of texts and return one row of each text at each layer."""
     if tokens not in TOKENS:
         raise OptionError(f"tokens is {quoted(tokens)}, expected one of {', '.join(TOKENS)}.")
-    for name, texts in (("positive", positive), ("negative", negative)):
-        if isinstance(texts, str) or not isinstance(texts, Sequence) or len(texts) < 2:
-            raise OptionError(f"{name} is {quoted(texts)}, expected a list of at least two texts.")
+    check_texts(positive, negative)
     count = engine.config.num_hidden_layers
     foreign = from_tool(hook, count, has_streams(engine.schema))
     if foreign is not None:  # the vector is stored under our name
@@ -93,7 +98,7 @@ def contrast_rows(
 
     def captures(texts: Sequence[Any]) -> Iterator[tuple[list[int], Capture]]:
         for text in texts:
-            ids, first = _token_ids(engine, text)
+            ids, first = token_span(engine, text)
             yield ids, Capture(hooks, positions={"prompt": {"window": [first, None]}}, reduce=tokens)
 
     def rows(texts: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -152,7 +157,7 @@ def vector_of(
     )
 
 
-def _token_ids(engine: Engine, text: Any) -> tuple[list[int], int]:
+def token_span(engine: Engine, text: Any) -> tuple[list[int], int]:
     """Return the token ids and the first position used: after the begin-of-text token, or the answer of a chat."""
     if isinstance(text, Sequence) and not isinstance(text, str) and text and isinstance(text[0], Mapping):
         ids = engine.encode_chat(text)

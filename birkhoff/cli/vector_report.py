@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from birkhoff.analysis.expert_contrast import ExpertSeparation, ExpertTrial
 from birkhoff.analysis.vector_search import Trial
 from birkhoff.cli.charts import cell_style
 from birkhoff.steering.extract import Separation
@@ -61,6 +62,38 @@ def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
             streams,
             f"{trial.strength:g}",
             f"{trial.moved:.0%}",
+            f"{trial.gained:+.3f}",
+            f"{trial.loss_gained:+.2f}",
+        )
+    return table
+
+
+def expert_table(separations: Sequence[ExpertSeparation]) -> Table:
+    """Experts by d': the share of tokens that get each one in the positive and in the negative texts."""
+    table = Table(title="experts that separate the texts", title_justify="left", box=None, padding=(0, 1))
+    for name in ("layer", "expert", "positive", "negative", "d'", "AUC"):
+        table.add_column(name, justify="right")
+    for entry in separations:
+        shares = (f"{entry.positive:.1%}", f"{entry.negative:.1%}")
+        table.add_row(
+            str(entry.layer), str(entry.expert), *shares, f"{entry.d_prime:+.2f}", f"{entry.auc:.2f}"
+        )
+    return table
+
+
+def expert_trials_table(trials: Sequence[ExpertTrial], best: ExpertTrial | None) -> Table:
+    """One row per trial: experts of each side, way, strength, and the effect on answers."""
+    table = Table(title="what each edit does to answers", title_justify="left", box=None, padding=(0, 1))
+    for name in ("", "experts", "way", "strength", "moved", "fell", "measure", "loss"):
+        table.add_column(name, justify="left" if name in ("", "way") else "right")
+    for trial in trials:
+        table.add_row(
+            "*" if trial is best else "",
+            str(trial.count),
+            trial.way,
+            f"{trial.strength:g}",
+            f"{trial.moved:.0%}",
+            f"{trial.fell:.0%}",
             f"{trial.gained:+.3f}",
             f"{trial.loss_gained:+.2f}",
         )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Create, search, list, show and import steering vectors.")
 MAX_REQUESTS = 16
+EXPERT_COUNTS, EXPERT_STRENGTHS = (4, 12), (0.3, 1.0)
 Texts = Annotated[Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)]
 
 
@@ -51,11 +52,39 @@ def contrast(
         Path | None, typer.Option(help="Also write the table as SVG.", show_default=False)
     ] = None,
     note: Annotated[str, typer.Option(help="Note stored in the file.")] = "",
+    experts: Annotated[
+        bool,
+        typer.Option(
+            "--experts", help="Contrast the experts of the texts instead of rows, for edits of the router."
+        ),
+    ] = False,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --experts: prompts to generate answers for, to search for the best edit.",
+            show_default=False,
+        ),
+    ] = None,
+    up: Annotated[
+        str, typer.Option(help="With --requests: words of the positive side, joined by commas.")
+    ] = "",
+    down: Annotated[str, typer.Option(help="With --requests: words of the negative side.")] = "",
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Compute a steering vector from two sets of texts and show how well each layer and stream separates them."""
+    """Compute a steering vector from two sets of texts and show how well each layer and stream separates them.
+
+    With --experts, show which experts separate them, and write edits of the router as JSON for `interventions`.
+    """
     load_options, _ = split_options(options)
+    if experts:
+        for name, given in (("plot", plot), ("streams", streams), ("note", note)):
+            if given:
+                raise OptionError(f"--{name} is for vectors, not for --experts. Leave it out.")
+        _contrast_experts(positive, negative, layers, out, requests, up, down, json, load_options)
+        return
+    if requests is not None or up or down:
+        raise OptionError("--requests, --up and --down are for --experts. Use vectors search for vectors.")
     from birkhoff.analysis.contrast import contrast_rows, vector_of
     from birkhoff.cli.vector_report import separation_svg, separation_table
 
@@ -78,6 +107,64 @@ def contrast(
         result = {
             "vector": vector.describe(),
             "separation": [entry.to_json() for entry in separations],
+            "path": None if out is None else str(out),
+        }
+        typer.echo(json_module.dumps(result))
+    elif out is not None:
+        typer.echo(str(out))
+
+
+def _contrast_experts(
+    positive: Path,
+    negative: Path,
+    layers: str,
+    out: Path | None,
+    requests: Path | None,
+    up: str,
+    down: str,
+    json: bool,
+    load_options: Any,
+) -> None:
+    from birkhoff.analysis.expert_contrast import (
+        ExpertTrial,
+        best_expert_trial,
+        contrast_experts,
+        search_experts,
+    )
+    from birkhoff.cli.vector_report import expert_table, expert_trials_table
+    from birkhoff.steering.steering_fields import intervention
+    from birkhoff.steering.word_probe import WordProbe
+
+    positive_texts, negative_texts = read_texts(positive), read_texts(negative)
+    prompts = [] if requests is None else [str(text) for text in read_texts(requests)]
+    if up or down:
+        probe = WordProbe.of_words(parse_words(up), parse_words(down))
+    else:
+        probe = WordProbe.trained(map(_plain_text, positive_texts), map(_plain_text, negative_texts))
+    trials: list[ExpertTrial] = []
+    with open_engine(load_options, MAX_REQUESTS) as engine:
+        contrast = contrast_experts(engine, positive_texts, negative_texts, parse_layers(layers))
+        if prompts:
+            trials = search_experts(
+                engine, contrast, prompts, probe.score, 2, EXPERT_COUNTS, EXPERT_STRENGTHS, max_tokens=40
+            )
+    separations = contrast.separation()
+    best = best_expert_trial(trials, 1.0)
+    edits = contrast.edits(best.count, best.way, best.strength) if best else contrast.edits(4, "add", 0.3)
+    entries = [intervention(edit) for edit in edits]
+    _print_table(expert_table(separations[:16]))
+    if prompts:
+        _print_table(expert_trials_table(trials, best))
+        if best is None:
+            print_status("no trial moved the answers towards the positive side within 1.0 nats of loss.")
+    if out is not None:
+        out.write_text(json_module.dumps({"interventions": entries}, indent=1) + "\n", encoding="utf-8")
+    if json:
+        result = {
+            "separation": [entry.to_json() for entry in separations],
+            "trials": [trial.to_json() for trial in trials],
+            "best": None if best is None else best.to_json(),
+            "interventions": entries,
             "path": None if out is None else str(out),
         }
         typer.echo(json_module.dumps(result))

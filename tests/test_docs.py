@@ -55,6 +55,11 @@ FOREIGN = {
     "error-unmatch",
     "untracked-files",
     "short",
+    "worker-cls",
+    "scheduler-cls",
+    "middleware",
+    "no-async-scheduling",
+    "additional-config",
 }  # options of other programs that documents name
 FENCE = re.compile(r"(?P<notes>(?:<!--.*?-->\s*\n)*)^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.S | re.M)
 QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'|#.*")

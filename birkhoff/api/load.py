@@ -155,23 +155,7 @@ def _load_with_vllm(model: str | Path, path: Path, options: EngineOptions) -> En
     _refuse(options, NOT_VLLM, "other backends than vllm")
     if not path.is_dir():
         raise OptionError("backend is 'vllm', which reads checkpoint directories, and this is a file.")
-    queues = _capture_queues(options)
-    settings = VllmSettings(
-        path,
-        str(model),
-        options.hooks,
-        options.dtype,
-        options.max_requests,
-        options.max_batch_tokens,
-        options.max_context,
-        options.cache_bytes,
-        None if options.prefix_cache == "auto" else bool(options.prefix_cache),
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.capture_root,
-        queues,
-        options.vllm or {},
-    )
+    settings = VllmSettings.of(path, model, options)
     config: ModelConfig
     tokenizer: Tokenizer | None
     chat: ChatFormat | None
@@ -202,7 +186,7 @@ def _load_with_vllm(model: str | Path, path: Path, options: EngineOptions) -> En
         core.ranks.call,
         identity=lambda: (str(model), model_digest(network)),
         capture_root=options.capture_root,
-        **queues,
+        **settings.capture_queues,
     )
     print(
         f"birkhoff: {model} on vLLM {started.settings['vllm']}, {dtype_name(started.dtype)}, "

@@ -43,6 +43,18 @@ def serve(
     for field in fields(settings):  # settings that are options of the engine
         if field.name in EngineOptions.__dataclass_fields__ and getattr(settings, field.name) != "":
             load_options[field.name] = getattr(settings, field.name)
+
+    def announce(url: str) -> None:
+        typer.echo(json_module.dumps({"url": url}) if json else url)
+        print_status(f"serving {load_options['model']}; Ctrl-C stops")
+
+    if load_options.get("backend") == "vllm":
+        from birkhoff.cli.serve_vllm import serve_vllm
+
+        status = serve_vllm(settings, load_options, announce)
+        if status:
+            raise typer.Exit(status)
+        return
     try:
         import fastapi  # noqa: F401
     except ImportError as error:
@@ -55,10 +67,6 @@ def serve(
         import birkhoff
 
         return birkhoff.load(**load_options)
-
-    def announce(url: str) -> None:
-        typer.echo(json_module.dumps({"url": url}) if json else url)
-        print_status(f"serving {load_options['model']}; Ctrl-C stops")
 
     status = run_server(settings, load, announce, load_options)
     if status:

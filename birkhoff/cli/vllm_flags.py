@@ -7,6 +7,7 @@ Flags of the same name and meaning (`--host`, `--api-key`, `--dtype`, `--capture
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -50,6 +51,12 @@ REPLACED_VALUES = {
     "--gpu-memory-utilization": "say how much memory to use with --gpu-memory, such as 60GB.",
 }
 ONE_ONLY = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+SEVERAL_RANKS = {  # what the backend vllm has
+    "--tensor-parallel-size": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--pipeline-parallel-size": "--pipeline-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+}
 ENVIRONMENT = {"VLLM_STEERING_API_KEY": "BIRKHOFF_STEERING_API_KEY", "VLLM_API_KEY": "BIRKHOFF_API_KEY"}
 
 
@@ -72,6 +79,7 @@ def adopt_environment(environment: MutableMapping[str, str] = os.environ) -> Non
 def _translated(words: list[str], say: Callable[[str], None]) -> list[str]:
     out: list[str] = []
     words = list(words)
+    by_vllm = "--backend=vllm" in words or ("--backend", "vllm") in itertools.pairwise(words)
     if words and not words[0].startswith("-"):
         out += ["--model", words.pop(0)]
     while words:
@@ -85,8 +93,12 @@ def _translated(words: list[str], say: Callable[[str], None]) -> list[str]:
             say(f"{flag}: {REPLACED_VALUES[name]}")
         elif name in ONE_ONLY:
             count = value if equals else words.pop(0) if words else ""
-            if count != "1":
-                raise OptionError(f"{flag} is {count}, expected 1: this engine runs on one device.")
+            if by_vllm and name in SEVERAL_RANKS:
+                out += [SEVERAL_RANKS[name], count]
+            elif count != "1":
+                raise OptionError(
+                    f"{flag} is {count}, expected 1: this engine runs on one device. Use --backend vllm for several."
+                )
         elif name in SEVERAL and not equals:
             while words and not words[0].startswith("-"):
                 out += [name, words.pop(0)]

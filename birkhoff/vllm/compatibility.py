@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from birkhoff.errors import OptionError, quoted
-from birkhoff.vllm.armed_sites import V4
+from birkhoff.vllm.armed_sites import V4, architecture_of, parse_hooks
 
 SUPPORTED = "0.32"
 _LAYER = ("positions", "hidden_states", "residual")
@@ -120,6 +120,15 @@ def check_config(config: Any) -> None:
     reasons = list(refusals(config))
     if reasons:
         raise OptionError(f"hooks on vLLM refuse this engine: {'; '.join(reasons)}.")
+
+
+def armed_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """Layers by armed hook, of an engine with this `VllmConfig`; empty if its `additional_config` does not name us."""
+    if "birkhoff" not in (config.additional_config or {}):
+        return {}
+    raw = config.model_config.hf_text_config.to_dict()
+    layers = config.model_config.get_total_num_hidden_layers()
+    return parse_hooks(own_config(config).get("hooks"), architecture_of(raw), layers)
 
 
 def own_config(config: Any) -> Mapping[str, Any]:

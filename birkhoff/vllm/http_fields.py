@@ -6,6 +6,7 @@ more chunk with them before its end. No client can set the mark itself, on any r
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -163,10 +164,12 @@ class HookFields:
             "state": dict(scope.get("state", {})),
         }
 
-        async def gone() -> Message:
-            return {"type": "http.disconnect"}
+        async def stay() -> Message:
+            """Whoever asks waits: a client that had left would end the request."""
+            await asyncio.Future()
+            raise AssertionError("nothing wakes it")
 
-        await self._app(inner, _replay(body or b"", gone), collect)
+        await self._app(inner, _replay(body or b"", stay), collect)
         return status, b"".join(parts)
 
 

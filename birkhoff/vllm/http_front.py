@@ -12,7 +12,7 @@ from typing import Any
 from birkhoff.dtype_names import dtype_name
 from birkhoff.planning.plan_results import capture_results_json, plan_report
 from birkhoff.vllm.armed_sites import armed_schema
-from birkhoff.vllm.compatibility import check_config, own_config
+from birkhoff.vllm.compatibility import armed_of, check_config, own_config
 from birkhoff.vllm.front_planner import RemotePlan, VllmPlanner
 from birkhoff.vllm.ranks import Ranks
 
@@ -31,7 +31,7 @@ class HttpFront:
         own = own_config(config)
         model_config = config.model_config
         raw = model_config.hf_text_config.to_dict()
-        self.armed: dict[str, Sequence[int]] = dict(own.get("hooks", {}))
+        self.armed = armed_of(config)
         self.max_context: int = model_config.max_model_len
         self.num_layers: int = model_config.get_total_num_hidden_layers()
         self.schema = armed_schema(raw, dtype_name(model_config.dtype), self.armed)

@@ -25,8 +25,8 @@ from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_encoding import unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
 from birkhoff.vllm.http_front import HttpFront
+from birkhoff.vllm.serve_command import STEERING_KEY
 
-STEERING_KEY = "BIRKHOFF_STEERING_API_KEY"
 MAX_MODULES = 256
 Handler = Callable[[HttpFront, Request], Awaitable[dict[str, Any]]]
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ class VllmSettings:
     capture_root: str | Path | None = None
     capture_queues: Mapping[str, Any] = field(default_factory=dict)
     further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, name: str | Path, options: Any) -> VllmSettings:
+        """From the options of `birkhoff.load` (an `EngineOptions`)."""
+        queues = {
+            "overload_policy": options.capture_overload_policy,
+            "queue_size": options.capture_dispatch_queue_size,
+            "spill_dir": None if options.capture_spill_dir is None else str(options.capture_spill_dir),
+            "spill_max_bytes": options.capture_spill_max_bytes,
+        }
+        return cls(
+            path,
+            str(name),
+            options.hooks,
+            options.dtype,
+            options.max_requests,
+            options.max_batch_tokens,
+            options.max_context,
+            options.cache_bytes,
+            None if options.prefix_cache == "auto" else bool(options.prefix_cache),
+            options.tensor_parallel_size,
+            options.pipeline_parallel_size,
+            options.capture_root,
+            queues,
+            options.vllm or {},
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -175,16 +202,24 @@ def _modules_hidden(package: str) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
-def library() -> Any:
-    """The package vllm, in the supported version."""
+def installed_version() -> str:
+    """The version of vLLM that is installed, if it is supported; it is not imported."""
     try:
-        import vllm
-    except ImportError:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
         raise OptionError(
             "the backend vllm needs the package vllm, which is not installed: pip install 'birkhoff-v4[vllm]' "
             "(docs/vllm.md)."
         ) from None
-    check_version(vllm.__version__)
+    check_version(version)
+    return version
+
+
+def library() -> Any:
+    """The package vllm, in the supported version."""
+    installed_version()
+    import vllm
+
     return vllm
 
 

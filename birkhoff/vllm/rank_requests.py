@@ -189,6 +189,9 @@ class RankRequests:
         self.hooked_steps += self.hooks.begin(spans, num_rows) is not None
         return drafted
 
+    def prompt_len(self, request_id: str) -> int:
+        return self._running[request_id].prompt_len
+
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._running
 

@@ -5,7 +5,7 @@ or that touches another row would otherwise give plausible text that is not stee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -49,10 +49,14 @@ def check_sites(
     num_layers: int,
     max_rows: int,
     rank: str,
+    hidden: Collection[str] = (),
 ) -> int:
-    """Raise `UnsupportedModel` unless every site captures and, if it can be edited, is edited; returns their number."""
+    """Raise `UnsupportedModel` unless every site captures and, if it can be edited, is edited; returns their number.
+
+    `hidden` are hooks of which nothing shows in the output of such a forward pass: attention alone reads them, and
+    dummy tokens have no entries in its cache."""
     for first in range(0, len(keys), max_rows):
-        _check(hooks, forward, keys[first : first + max_rows], schema, num_layers, rank)
+        _check(hooks, forward, keys[first : first + max_rows], schema, num_layers, rank, hidden)
     return len(keys)
 
 
@@ -63,6 +67,7 @@ def _check(
     schema: Mapping[str, HookSchema],
     num_layers: int,
     rank: str,
+    hidden: Collection[str],
 ) -> None:
     plain = forward(len(keys)).clone()
     spans: list[Span] = []
@@ -99,7 +104,7 @@ def _check(
             raise UnsupportedModel(
                 f"a known vector moved the probe row of {where} by something else; off by {error:.3g}. {_ADVICE}"
             )
-        if torch.equal(plain[row], moved[row]):
+        if hook not in hidden and torch.equal(plain[row], moved[row]):
             raise UnsupportedModel(f"an edit at {where} has no effect on what follows. {_ADVICE}")
 
 

@@ -7,6 +7,7 @@ armed a worker builds vLLM's own runner and touches no layer."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from birkhoff.sae.files import load_named
 from birkhoff.vllm.armed_layers import arm_ordinary
 from birkhoff.vllm.armed_sites import V4, architecture_of, armed_schema
 from birkhoff.vllm.armed_v4 import arm_v4
-from birkhoff.vllm.compatibility import check_config, check_layer, check_names, own_config
+from birkhoff.vllm.compatibility import armed_of, check_config, check_layer, check_names, own_config
 from birkhoff.vllm.rank_requests import RankRequests, armed_keys
 from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner
 from birkhoff.vllm.self_check import check_sites
@@ -32,10 +33,10 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
 
     hooked: RankRequests | None = None
 
-    @property
-    def armed(self) -> dict[str, Sequence[int]]:
+    @cached_property
+    def armed(self) -> dict[str, tuple[int, ...]]:
         """Layers by armed hook, of the whole model."""
-        return dict(own_config(self.vllm_config).get("hooks", {}))
+        return armed_of(self.vllm_config)
 
     def _make_model_runner(self) -> Any:
         if not self.armed:
@@ -84,6 +85,7 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         times = super().compile_or_warm_up_model()
         if self.hooked is not None:
             rows = min(len(self._keys), self.model_runner.max_num_tokens)
+            config = self.vllm_config.model_config.hf_text_config.to_dict()
             stage = get_pp_group()
             check_sites(
                 self.hooked.hooks,
@@ -93,6 +95,7 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
                 self.vllm_config.model_config.get_total_num_hidden_layers(),
                 rows,
                 f"rank {self.rank} (stage {stage.rank_in_group} of {stage.world_size})",
+                ("pre_attn",) if architecture_of(config) == V4 else (),
             )
         return times
 

@@ -51,6 +51,11 @@ def test_other_verbs_and_more_devices():
     assert translate([], print) == []
     with pytest.raises(OptionError, match="one device"):
         translate(["serve", "--tensor-parallel-size", "2"], print)
+    words = ["serve", "M", "--backend", "vllm", "-tp", "2", "--pipeline-parallel-size=4"]
+    kept = ["--backend", "vllm", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "4"]
+    assert translate(words, print) == ["serve", "--model", "M", *kept]
+    with pytest.raises(OptionError, match="expected 1"):
+        translate(["serve", "--backend=vllm", "--data-parallel-size", "2"], print)
 
 
 def test_variables():

@@ -30,9 +30,9 @@ _OWN = {
 FAMILIES = tuple(_OWN)
 
 
-def make_model(model_type, folder):
+def make_model(model_type, folder, **options):
     """Write the model and return it. Logits are far apart, and an edit changes the text."""
-    model = make(model_type, folder, **_SIZES, **_OWN[model_type])
+    model = make(model_type, folder, **{**_SIZES, **_OWN[model_type], **options})
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in model.named_parameters():

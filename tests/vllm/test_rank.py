@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +17,10 @@ from birkhoff.errors import UnsupportedModel
 from birkhoff.planning.request_planner import RequestPlanner
 from birkhoff.vllm.armed_layers import arm_ordinary
 from birkhoff.vllm.armed_sites import ORDINARY, armed_schema
+from birkhoff.vllm.model_state import V2Steps
 from birkhoff.vllm.rank_requests import RankRequests, StepRows, armed_keys
 from birkhoff.vllm.self_check import check_sites
-from birkhoff.vllm.spec import RankReport, RequestSpec, encode_edit, unpack_rows
+from birkhoff.vllm.spec import FIELD, RankReport, RequestMark, RequestSpec, encode_edit, unpack_rows
 from tests.vllm.toy import LAYERS, D, Toy, embed
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": D, "num_hidden_layers": LAYERS}
@@ -212,9 +215,6 @@ def test_files_end_with_the_answer(tmp_path):
     rank = Rank(root=tmp_path)
     files = {"hooks": {"post_mlp": [1], "pre_attn": [0]}, "positions": "all", "request_id": "a", "tag": "t"}
     assert rank.prepare(rows=(), files=files, hold=True) is None
-    assert rank.prepare("other", rows=(), files=files) is None
-    taken = rank.report("other", 5)
-    assert taken.files["status"] == "error" and "being captured" in taken.files["error"], taken.files
     rank.requests.start("a", "k")
     rank.step(("a", 0, list(PROMPT), False))
     for position in (4, 5, 6):
@@ -235,6 +235,46 @@ def test_what_a_rank_refuses_is_said_and_nothing_is_kept():
     rank.requests.discard("k")
     rank.requests.start("a", "k")
     assert len(rank.requests) == 0 and rank.requests.counts()["requests"] == 0
+
+
+def test_a_batch_of_the_v2_runner_has_the_same_rows():
+    """The batch is made by hand: two hooked requests, one draft that is rejected, one other request, and padding."""
+    rank = Rank()
+    steps = V2Steps(rank.requests)
+    for key, request_id in (("k", "a"), ("plain", "b")):
+        rank.prepare(key)
+        params = SimpleNamespace(extra_args={FIELD: RequestMark(key).to_text()})
+        steps.add_request(SimpleNamespace(req_id=request_id, sampling_params=params))
+    steps.add_request(SimpleNamespace(req_id="other", sampling_params=SimpleNamespace(extra_args=None)))
+
+    def run(parts, drafts=None):
+        ids = [token for _, _, tokens in parts for token in tokens]
+        starts = [0]
+        for _, _, tokens in parts:
+            starts.append(starts[-1] + len(tokens))
+        padded = torch.tensor([*ids, 0, 0])
+        batch = SimpleNamespace(
+            req_ids=[name for name, _, _ in parts],
+            num_reqs=len(parts),
+            query_start_loc_np=np.array(starts),
+            num_computed_tokens_np=np.array([start for _, start, _ in parts]),
+            num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+            input_ids=padded,
+            num_tokens_after_padding=len(padded),
+        )
+        steps.prepare_inputs(batch)
+        rank.model(embed(padded.tolist()))
+        steps.postprocess_state()
+
+    run([("b", 0, [5, 6]), ("other", 0, [1, 2, 3]), ("a", 0, [5, 6, 7, 8])])
+    run([("a", 4, [11, 12]), ("b", 2, [7, 8]), ("other", 3, [4])], drafts=[1, 0, 0])
+    run([("b", 4, [11]), ("a", 5, [13])])
+    for key, ids in (("k", (*PROMPT, 11, 13)), ("plain", (*PROMPT, 11))):
+        (rows,) = unpack_rows(rank.report(key, len(ids) + 1).rows[0])
+        assert rows.token_ids == ids and rows.positions == tuple(range(len(ids)))
+    for request_id in ("a", "b", "other"):
+        steps.remove_request(request_id)
+    assert len(rank.requests) == 0
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 3))

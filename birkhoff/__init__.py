@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from birkhoff import mhc as mhc
     from birkhoff import plot as plot
+    from birkhoff.analysis.attribution import Attribution as Attribution
+    from birkhoff.analysis.metric import LogitDiff as LogitDiff
+    from birkhoff.analysis.metric import LogProb as LogProb
     from birkhoff.api.engine import Engine as Engine
     from birkhoff.api.load import load as load
     from birkhoff.api.options import EngineOptions as EngineOptions
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
     from birkhoff.sae.feature_edits import SaeSet as SaeSet
     from birkhoff.steering.attention_edits import AttentionEdit as AttentionEdit
+    from birkhoff.steering.call import Call as Call
     from birkhoff.steering.expert_edits import ExpertSet as ExpertSet
     from birkhoff.steering.gated_edits import Gate as Gate
     from birkhoff.steering.vector_edits import Add as Add
@@ -39,13 +43,17 @@ __version__ = "0.1.0"
 __all__ = [
     "Add",
     "AttentionEdit",
+    "Attribution",
     "BirkhoffError",
+    "Call",
     "Capture",
     "Clamp",
     "Engine",
     "EngineOptions",
     "ExpertSet",
     "Gate",
+    "LogProb",
+    "LogitDiff",
     "Output",
     "Patch",
     "Project",
@@ -63,6 +71,7 @@ __all__ = [
 _HOMES = {
     "Add": "steering.vector_edits",
     "AttentionEdit": "steering.attention_edits",
+    "Call": "steering.call",
     "Clamp": "steering.vector_edits",
     "Patch": "steering.vector_edits",
     "Project": "steering.vector_edits",
@@ -72,6 +81,9 @@ _HOMES = {
     "SaeSet": "sae.feature_edits",
     "BirkhoffError": "errors",
     "Capture": "capture.spec.request",
+    "Attribution": "analysis.attribution",
+    "LogProb": "analysis.metric",
+    "LogitDiff": "analysis.metric",
     "Engine": "api.engine",
     "EngineOptions": "api.options",
     "ExpertSet": "steering.expert_edits",

@@ -99,14 +99,24 @@ def _rows_at(rows: RowReader, first: int, positions: Sequence[int]) -> list[torc
     return rows([first + position for position in positions])
 
 
+def text_tap(engine: Engine, ids: Sequence[int], edits: Sequence[Edit], copies: int = 1) -> Tap:
+    """The tap of a pass of one text, or of several copies of it side by side, with these edits in each."""
+    plan = Plan(edits=tuple(edits))
+    spans = [Span(plan, copy * len(ids), 0, ids, len(ids)) for copy in range(copies)]
+    return arm(StepStaging(engine.model.device), spans) or NoTap()
+
+
 def resolve_edits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[tuple[Edit, ...]]:
     """The edits of each text, from one list for all texts or one list for each."""
     return [engine.resolve(edits, ids, 1) for edits, ids in zip(per_prompt_edits(steer, len(texts)), texts)]
 
 
 def logits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[torch.Tensor]:
-    """Next-token logits [T, vocab] of each text."""
+    """Next-token logits [T, vocab] of each text; with a graph inside an `engine.grad()` block."""
     edits = resolve_edits(engine, texts, steer)
+    gradients = engine.gradients.active
+    if gradients is not None:
+        return [gradients.logits(ids, text_tap(engine, ids, each)) for ids, each in zip(texts, edits)]
     results: list[torch.Tensor] = []
     with torch.no_grad():  # not inference mode: the result may be trained on and written to
         for together in passes(texts):
@@ -121,6 +131,17 @@ def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any
     recorded = addresses(engine, hooks)
     edits = resolve_edits(engine, texts, steer)
     traces: list[Trace] = []
+
+    def add(ids: Sequence[int], logits: torch.Tensor, tensors: Mapping[Key, torch.Tensor]) -> None:
+        streams, tokens = has_streams(engine.schema), engine.token_texts(ids)
+        traces.append(Trace(logits, tensors, engine.config.num_hidden_layers, streams, ids, tokens))
+
+    gradients = engine.gradients.active
+    if gradients is not None:
+        for ids, each in zip(texts, edits):
+            logits = gradients.logits(ids, text_tap(engine, ids, each), recorded)
+            add(ids, logits, gradients.passes[-1].nodes(recorded))
+        return traces
     with torch.no_grad():
         for together in passes(texts):
             tensors: list[dict[Key, torch.Tensor]] = [{} for _ in together]
@@ -131,16 +152,7 @@ def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any
 
             hidden = run_texts(engine, [texts[i] for i in together], [edits[i] for i in together], record)
             for index, rows, kept in zip(together, hidden, tensors):
-                traces.append(
-                    Trace(
-                        engine.model.logits(rows),
-                        kept,
-                        engine.config.num_hidden_layers,
-                        has_streams(engine.schema),
-                        texts[index],
-                        engine.token_texts(texts[index]),
-                    )
-                )
+                add(texts[index], engine.model.logits(rows), kept)
     return traces
 
 

@@ -21,7 +21,7 @@ import torch
 
 from birkhoff import notebook
 from birkhoff.analysis.forward import texts_of, trace
-from birkhoff.analysis.patching import token_id
+from birkhoff.analysis.metric import token_id
 from birkhoff.errors import OptionError, PromptError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int

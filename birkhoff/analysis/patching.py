@@ -16,6 +16,7 @@ import torch
 
 from birkhoff import notebook
 from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
+from birkhoff.analysis.metric import token_id
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
 from birkhoff.hooks.site_names import refusal, select
@@ -257,20 +258,6 @@ def _streams(engine: Engine, streams: Any) -> list[int] | None:
     raise OptionError(
         f'streams is {quoted(streams)}, expected "each", a list of streams, or None for all together.'
     )
-
-
-def token_id(engine: Engine, token: Any) -> int:
-    """A token given by its id, or by a text that is one token."""
-    last = engine.config.vocab_size - 1
-    if isinstance(token, str):
-        ids = engine.tokenizer.encode(token)
-        if len(ids) != 1:
-            raise OptionError(f"{quoted(token)} is {len(ids)} tokens, expected one. Name it by its id.")
-        return ids[0]
-    index = as_int(token)
-    if index is None or not 0 <= index <= last:
-        raise OptionError(f"the token is {quoted(token)}, expected a text of one token, or an id 0..{last}.")
-    return index
 
 
 def _metric(engine: Engine, metric: Any) -> Callable[..., float]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from birkhoff.analysis.attention import attention
-from birkhoff.analysis.forward import features, logits, texts_of, trace
+from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
+from birkhoff.analysis.attribution import Attribution
+from birkhoff.analysis.circuit import Circuit, find_circuit
+from birkhoff.analysis.forward import addresses, features, logits, texts_of, trace
+from birkhoff.analysis.gradients import Gradients
 from birkhoff.analysis.lens import compute_lens
 from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
 from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
@@ -118,6 +123,66 @@ class Analyses:
         side by side: the sweep takes as many passes as its tokens fill."""
         engine = self._open_engine()
         return patch_sweep(engine, clean, corrupt, metric, over, layers, positions, streams, align, steer)
+
+    @contextmanager
+    def grad(self, hooks: Any = "all", *, recompute: bool = False) -> Iterator[Gradients]:
+        """Context manager: `logits` and `trace` inside the block keep their graph, and `g.backward(number)` computes
+        the gradient of a number made from their results at every site of `hooks`: `g[hook, layer]`.
+
+        With `recompute` layers are computed again in the backward pass instead of being kept, so that memory does not
+        grow with their number. Only passes of this thread are affected."""
+        engine = self._open_engine()
+        recorded = Gradients(engine, addresses(engine, hooks), recompute)
+        with engine.gradients.opened(recorded) as gradients:
+            yield gradients
+
+    def attribute(
+        self,
+        prompt: Prompt,
+        metric: Any,
+        over: str | Sequence[str] = "sublayers",
+        *,
+        layers: Any = "all",
+        baseline: Any = None,
+        method: str = "gradient",
+        steps: int = 16,
+        steer: Steering = None,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        recompute: bool | None = None,
+        max_exact_nodes: int | None = None,
+    ) -> Attribution:
+        """Score parts of the model by how much they contribute to a metric on a text.
+
+        `metric` is a pair of tokens (logit difference), a token (its logit), `LogProb`, or a function of the logits
+        [T, vocab]. `over` names what is scored at every position: hooks, or `sublayers`, `streams` (each stream by
+        itself), `mixers`, `heads`, `experts`, `features:NAME` (of an attached SAE), or a list of these. A score says
+        how much the metric falls when the part is moved to `baseline`: zeros (None), "mean" (over the text), or another
+        text of the same length. `method` is gradient, integrated (gradients at `steps` points), inputs or exact
+        (docs/attribution.md); `max_exact_nodes` bounds the runs of the last."""
+        engine = self._open_engine()
+        options = (layers, baseline, method, steps, steer, max_batch_tokens, recompute, max_exact_nodes)
+        return attribute(engine, prompt, metric, over, *options)
+
+    def circuit(
+        self,
+        prompt: Prompt,
+        metric: Any,
+        over: str | Sequence[str] = "sublayers",
+        *,
+        baseline: Any = None,
+        faithfulness: float = 0.8,
+        method: str = "gradient",
+        steps: int = 16,
+        steer: Steering = None,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+    ) -> Circuit:
+        """Find a small set of nodes that keeps `faithfulness` of a metric when all other nodes are at their baseline.
+
+        Nodes are ranked by `attribute` with the same arguments; the set is then verified by running the model with
+        everything else ablated. Over `sublayers` it also has edges from output to input through each stream."""
+        engine = self._open_engine()
+        options = (faithfulness, method, steps, steer, max_batch_tokens)
+        return find_circuit(engine, prompt, metric, over, baseline, *options)
 
     def logit_attribution(
         self, prompt: Prompt, token: Any = None, position: int = -1, steer: Steering = None

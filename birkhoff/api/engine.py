@@ -12,6 +12,7 @@ from typing import Any, Unpack, cast
 from birkhoff import notebook
 from birkhoff.analysis.activations_store import ActBatch, iter_activations
 from birkhoff.analysis.block_signals import signal_jobs
+from birkhoff.analysis.gradients import GradientScope
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.analyses import Analyses
 from birkhoff.api.call_sampling import CallSampling
@@ -83,6 +84,7 @@ class Engine(Analyses):
         self._steering.token_texts = self._token_texts if tokenizer is not None else None
         self._steering.pieces = None if tokenizer is None else tokenizer.piece
         self.saes = self._planner.saes
+        self.gradients = GradientScope()
 
     def _token_texts(self) -> list[str]:
         """The text of every token id, decoded once."""

@@ -288,6 +288,26 @@ def interp(
 
 
 @app.command()
+def attribution(
+    model: Annotated[str, typer.Option(help="Checkpoint whose text is English.")] = "nano",
+    texts: Annotated[int, typer.Option(help="Pairs of texts, up to 8.")] = 8,
+    steps: Annotated[int, typer.Option(help="Points at which gradients are integrated.")] = 16,
+    threads: Threads = 2,
+    json: JsonLines = False,
+) -> None:
+    """Attribution by gradients beside exact patching: rank correlation and overlap of the 20 largest, by method."""
+    from birkhoff.bench.attribution import AttributionSetting, bench_attribution
+
+    rows = []
+    with progress_bar("patching", "texts") as advance:
+        rows = list(bench_attribution(model, AttributionSetting(texts, steps, threads), progress=advance))
+    if _prints_lines(json):
+        _print_lines(rows)
+    else:
+        _print_attribution(rows, _console())
+
+
+@app.command()
 def steering(
     model: Model = None,
     threads: Threads = 2,
@@ -489,3 +509,22 @@ def _print_model(rows: list[Row], console: Console) -> None:
             console.print(
                 f"{row['dtype']} against transformers: {verdict[row['passed']]}, {row['logits']}, {row['tokens']}"
             )
+
+
+def _print_attribution(rows: list[Row], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("over", "baseline", "method", "nodes", "rank correlation", "of the top 20", "times exact"):
+        table.add_column(name, justify="left" if name in ("over", "baseline", "method") else "right")
+    for row in rows:
+        table.add_row(
+            row["over"],
+            row["baseline"],
+            row["method"],
+            str(row["nodes"]),
+            f"{row['spearman']:.3f}",
+            f"{row['overlap']:.1f}",
+            f"{row['times_exact']:.3f}",
+        )
+    console.print(table)

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from birkhoff import __version__
+from birkhoff.cli.attribute import attribute, circuit
 from birkhoff.cli.bench import app as bench
 from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
@@ -63,6 +64,8 @@ app.command()(chat)
 app.command()(serve)
 app.command()(capture)
 app.command()(report)
+app.command()(attribute)
+app.command()(circuit)
 app.command()(convert)
 app.command()(validate)
 app.command()(inspect)

@@ -100,9 +100,9 @@ class HfModel:
         yield from self.network.state_dict().items()
 
     def __call__(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
-        """Next-token logits at every position of one text [T], float32 [T, vocab]."""
-        hidden = self.run(token_ids.unsqueeze(0), tap=tap)
-        return self.logits(hidden[0])
+        """Next-token logits at every position of texts [T] or [B, T], float32 [..., T, vocab]."""
+        hidden = self.run(token_ids if token_ids.dim() == 2 else token_ids.unsqueeze(0), tap=tap)
+        return self.logits(hidden if token_ids.dim() == 2 else hidden[0])
 
     def run_texts(
         self, texts: Sequence[Sequence[int]], tap: Callable[[Sequence[int]], Tap]

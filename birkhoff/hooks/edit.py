@@ -23,12 +23,12 @@ import torch
 if TYPE_CHECKING:
     from birkhoff.hooks.gating import GateRun, SiteGate
 
-Op = Literal["patch", "add", "delta", "full", "clamp", "bound", "attend"]
+Op = Literal["patch", "add", "delta", "full", "call", "clamp", "bound", "attend"]
 Path = Literal["both", "read", "carry"]
 ExcludedPath = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
 Number = float | torch.Tensor
 # The order of operations at one site; captures of the unedited tensor come before all of them.
-ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp", "bound")
+ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "call", "clamp", "bound")
 SINKHORN_ITERS = 20  # as in V4
 SINKHORN_MIN = 1e-6  # entries below it count as this much
 FOLD = 16  # largest number of terms that one step of `row_sum` adds on a GPU

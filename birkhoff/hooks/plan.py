@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from birkhoff.hooks.call_use import CallUse
 from birkhoff.hooks.digest import DigestPart, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
 from birkhoff.hooks.results import RequestResults
@@ -145,10 +146,12 @@ class Plan:
 
     @cached_property
     def by_position(self) -> bool:
-        """Whether some edit has a different row for each position."""
+        """Whether some edit has a different row for each position, or is told the positions."""
         operations = (operation for edit in self.edits for operation in edit.sites.values())
         return any(
-            isinstance(operation, SiteEdit) and operation.positions is not None for operation in operations
+            isinstance(operation, CallUse)
+            or (isinstance(operation, SiteEdit) and operation.positions is not None)
+            for operation in operations
         )
 
     @cached_property

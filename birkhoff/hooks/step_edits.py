@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from birkhoff.hooks.attention_change import AttentionChange, RowChanges
+from birkhoff.hooks.call_use import CallUse
 from birkhoff.hooks.edit import (
     EditStage,
     ExcludedPath,
@@ -211,9 +212,9 @@ class StepEditBuilder:
         """Add the operations that are not in a table; an edit may be in a table at some of its sites only."""
         rows: list[int] | None = None
         for key, edit in active.span.plan.edits[active.index].sites.items():
-            if isinstance(edit, SiteEdit):
-                if in_table and edit.is_plain:
-                    continue
+            if in_table and isinstance(edit, SiteEdit) and edit.is_plain:
+                continue
+            if isinstance(edit, (SiteEdit, CallUse)):
                 edit = edit.at([active.span.start + offset for offset in active.offsets])
             rows = rows or active.rows
             if isinstance(edit, SiteEdit) and edit.gate is not None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from birkhoff.config import V4Config
 from birkhoff.dtype_names import dtype_name
@@ -177,9 +178,14 @@ class Transformer(nn.Module):
                 in_proj.fuse()
         return self
 
-    def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
-        """Whole sequences [T] or [B, T] -> logits [..., T, vocab] float32, differentiable."""
-        hidden, _ = self.run(Batch.whole(token_ids), Fresh(), tap or NoTap())
+    def forward(
+        self, token_ids: torch.Tensor, tap: Tap | None = None, recompute: bool = False
+    ) -> torch.Tensor:
+        """Whole sequences [T] or [B, T] -> logits [..., T, vocab] float32, differentiable.
+
+        With `recompute` a layer's intermediate tensors are not kept for the backward pass but computed again, so that
+        at most one layer's are in memory; what the tap keeps is kept."""
+        hidden, _ = self.run(Batch.whole(token_ids), Fresh(), tap or NoTap(), recompute)
         logits: torch.Tensor = self.logits(hidden).unflatten(0, token_ids.shape)
         return logits
 
@@ -195,12 +201,15 @@ class Transformer(nn.Module):
         hidden, _ = self.run(batch, Fresh(), tap(rows))
         return [hidden[row : row + len(ids)] for row, ids in zip(rows, texts)]
 
-    def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, batch: Batch, state: State | Fresh, tap: Tap, recompute: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step -> hidden rows [n, d] for `logits`, and the streams [n, m, d] that the MTP block reads."""
         phases = self.rope.step(batch.positions)
         streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, block in enumerate(self.layers):
-            streams = block(streams, batch, phases, state.at(layer), tap.at(layer))
+            inputs = (streams, batch, phases, state.at(layer), tap.at(layer))
+            streams = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         tap = tap.at(len(self.layers) - 1)
         seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.hc_head.weights)
         merged, weights = self.hc_head(seen)

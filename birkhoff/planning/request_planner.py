@@ -7,6 +7,7 @@ rank has a planner: `layers` are those the rank computes, `file_options` carry i
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec
-from birkhoff.hooks.digest import salt
+from birkhoff.hooks.call_use import CallUse
+from birkhoff.hooks.digest import DIGEST_BYTES, salt
 from birkhoff.hooks.plan import Edit, Job, Plan
 from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.schema import HookSchema
@@ -25,6 +27,7 @@ from birkhoff.sae.feature_edits import ResolvedSae
 from birkhoff.sae.feature_gate import feature_gate
 from birkhoff.sae.resolver import SaeResolver, split_edits
 from birkhoff.sae.sae_fields import PARSERS
+from birkhoff.steering.call import split_calls
 from birkhoff.steering.modules import Identity
 from birkhoff.steering.resolver import SteeringResolver
 
@@ -47,6 +50,8 @@ class RequestPlanner:
         captures: CapturePlanner | None = None,
         **capture_queues: Any,
     ):
+        self._schema = schema
+        self._num_layers = num_layers
         self.captures = captures or CapturePlanner(
             schema,
             num_layers,
@@ -64,10 +69,12 @@ class RequestPlanner:
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, those of all requests included, resolved against the model. Immutable: choices share
         them."""
-        vectors, features = split_edits(steer)
+        others, calls = split_calls(steer)
+        vectors, features = split_edits(others)
         return (
             *self.steering.edits(vectors, prompt_ids, max_tokens),
             *self.saes.edits(features, prompt_ids, max_tokens),
+            *(call.resolve(self._schema, self._num_layers, prompt_ids, max_tokens) for call in calls),
         )
 
     def plan(
@@ -116,4 +123,8 @@ class RequestPlanner:
 
 def cache_salt(plan: Plan | None, prompt_len: int) -> str | None:
     """What the cached state of a request depends on besides its tokens; None if plain requests may share it."""
-    return None if plan is None else salt(plan.prefill_digest, plan.decode_digest, prompt_len)
+    if plan is None:
+        return None
+    if any(isinstance(site, CallUse) for edit in plan.edits for site in edit.sites.values()):
+        return f"function {secrets.token_hex(DIGEST_BYTES)}"  # functions have no digest
+    return salt(plan.prefill_digest, plan.decode_digest, prompt_len)

@@ -22,6 +22,7 @@ from birkhoff.errors import BirkhoffError
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.async_engine import AsyncEngine
+from birkhoff.server.attribution_routes import AttributeBody, AttributionRoutes, CircuitBody
 from birkhoff.server.body import RequestBody
 from birkhoff.server.capture_routes import CaptureRoutes
 from birkhoff.server.chat_routes import ChatBody, ChatRoutes
@@ -275,6 +276,7 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
     steering = SteeringRoutes(context)
     saes = SaeRoutes(context, interp)
     patching = PatchingRoutes(context, interp)
+    attribution = AttributionRoutes(context, interp)
     routes.get(
         "/v1/interp/schema",
         interp.schema,
@@ -301,6 +303,21 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
         LensBody,
         "Logit lens",
         "Top tokens of every stream, their mean and the head's mix at every depth, or the surprisal of the text.",
+    )
+    routes.post(
+        "/v1/attribute",
+        attribution.attribute,
+        AttributeBody,
+        "Attribute a prediction",
+        "Scores of sublayers, streams, experts, features or any hook at every position, by gradients or exact "
+        "patching.",
+    )
+    routes.post(
+        "/v1/circuit",
+        attribution.circuit,
+        CircuitBody,
+        "Find a circuit",
+        "The nodes that a prediction needs, verified by ablating all others, and edges through each stream.",
     )
     routes.get("/v1/interp/captures", captures.list_captures, "List captures", "File captures, newest first.")
     routes.get(

@@ -72,6 +72,17 @@ EXAMPLES: dict[str, dict[str, Any]] = {
             }
         ]
     },
+    "/v1/attribute": {
+        "prompt": "One day, Lily had a ball. Tom asked",
+        "metric": {"token": " Lily", "other": " Tom"},
+        "baseline": {"prompt": "One day, Anna had a ball. Tom asked"},
+        "top": 5,
+    },
+    "/v1/circuit": {
+        "prompt": "One day, Lily had a ball. He asked",
+        "metric": {"token": " Lily", "other": " Anna"},
+        "baseline": {"prompt": "One day, Anna had a ball. He asked"},
+    },
     "/v1/patch_sweep": {
         "source": {"prompt": "The cat ran"},
         "target": {"prompt": "The dog ran"},

@@ -330,6 +330,23 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "metric": {"token": 5, "other": 6},
         },
     ),
+    (
+        "/v1/attribute",
+        {
+            "prompt": "a b",
+            "metric": {"token": 5, "other": 6, "position": -1, "logprob": False},
+            "over": ["streams"],
+            "layers": [1],
+            "baseline": "mean",
+            "method": "exact",
+            "steps": 2,
+            "top": 3,
+        },
+    ),
+    (
+        "/v1/circuit",
+        {"prompt": "a b", "metric": {"token": 5}, "baseline": {"prompt": "a c"}, "faithfulness": 0.5},
+    ),
     ("/v1/requests/none/cancel", {}),
     ("/v1/interp/captures/none/link", {}),
 ]

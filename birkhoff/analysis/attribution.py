@@ -1,0 +1,171 @@
+"""What attribution returns: a score for every node of a text, and ways to sum, sort and compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.hooks.plan import Key
+from birkhoff.option_checks import check_int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One scored part of the model at one token. `index` names it within its row: a stream, head, expert, feature."""
+
+    hook: str
+    layer: int
+    position: int
+    index: tuple[tuple[str, int], ...]
+    score: float
+
+    def __str__(self) -> str:
+        parts = "".join(f" {axis} {number}" for axis, number in self.index)
+        return f"{self.hook}[{self.layer}]{parts} at {self.position}: {self.score:+.4f}"
+
+    def to_json(self) -> dict[str, Any]:
+        named = dict(self.index)
+        return {
+            "hook": self.hook,
+            "layer": self.layer,
+            "position": self.position,
+            **named,
+            "score": self.score,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class SiteScores:
+    """The nodes of one site: `index` [N, 1 + axes] (position first) and `scores` [N], on the host."""
+
+    key: Key
+    axes: tuple[str, ...]
+    index: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two attributions of the same nodes: rank correlation of all scores, and how many of the `k` nodes with the
+    largest scores (by size) both have."""
+
+    spearman: float
+    overlap: int
+    k: int
+    nodes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"spearman": self.spearman, "overlap": self.overlap, "k": self.k, "nodes": self.nodes}
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """Scores of nodes for one metric on one text.
+
+    A score estimates (method "exact": is) how much the metric falls when the node alone is moved to its baseline:
+    positive nodes support the metric. `value` is the metric of the text, `baseline_value` that of the baseline text,
+    if there is one."""
+
+    metric: str
+    method: str
+    value: float
+    baseline_value: float | None
+    token_ids: list[int]
+    sites: list[SiteScores] = field(repr=False)
+    tokens: list[str] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return sum(len(site.scores) for site in self.sites)
+
+    def __iter__(self) -> Iterator[Node]:
+        for site in self.sites:
+            for row, score in zip(site.index.tolist(), site.scores.tolist()):
+                yield Node(*site.key, row[0], tuple(zip(site.axes, row[1:])), score)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """The scores of all nodes, [N], in the order of iteration."""
+        return torch.cat([site.scores for site in self.sites])
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        """Scores of one site as a dense tensor: [T], or [T, streams], [T, heads], [T, experts], [T, features]."""
+        for site in self.sites:
+            if site.key == key:
+                size = [len(self.token_ids), *(site.index[:, 1:].max(0).values + 1).tolist()]
+                dense = torch.zeros(size)
+                dense[tuple(site.index.T)] = site.scores
+                return dense
+        hooks = ", ".join(f"{hook}[{layer}]" for hook, layer in (site.key for site in self.sites))
+        raise SiteError(f"{quoted(key)} was not attributed over. This attribution holds {hooks}.")
+
+    def top(self, k: int = 20, sign: str = "both") -> list[Node]:
+        """The `k` nodes with the largest scores: by size, or only "positive" or "negative" ones."""
+        check_int("k", k)
+        if sign not in ("both", "positive", "negative"):
+            raise OptionError(f"sign is {quoted(sign)}, expected both, positive or negative.")
+        chosen = [
+            node
+            for node in self
+            if sign == "both" or (node.score > 0 if sign == "positive" else node.score < 0)
+        ]
+        return sorted(chosen, key=lambda node: -abs(node.score))[:k]
+
+    def sum(self, by: Sequence[str] = ("hook", "layer")) -> dict[tuple[Any, ...], float]:
+        """Scores summed over everything but `by`: hook, layer, position, stream, head, expert, feature."""
+        names = [by] if isinstance(by, str) else list(by)
+        known = {"hook", "layer", "position", *(axis for site in self.sites for axis in site.axes)}
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise OptionError(f"by is {quoted(by)}, expected some of {', '.join(sorted(known))}.")
+        totals: dict[tuple[Any, ...], float] = {}
+        for node in self:
+            parts = {"hook": node.hook, "layer": node.layer, "position": node.position, **dict(node.index)}
+            group = tuple(parts.get(name) for name in names)
+            totals[group] = totals.get(group, 0.0) + node.score
+        return totals
+
+    def agreement(self, other: Attribution, k: int = 20) -> Agreement:
+        """Compare with another attribution of the same nodes, as exact patching."""
+        check_int("k", k)
+        mine, theirs = self.scores, other.scores
+        same = [(site.key, site.index.tolist()) for site in self.sites] == [
+            (site.key, site.index.tolist()) for site in other.sites
+        ]
+        if not same:
+            raise OptionError(
+                "the two attributions have different nodes. Attribute over the same sites and text."
+            )
+        top = [set(scores.abs().topk(min(k, len(scores))).indices.tolist()) for scores in (mine, theirs)]
+        return Agreement(spearman(mine, theirs), len(top[0] & top[1]), min(k, len(mine)), len(mine))
+
+    def to_json(self, k: int | None = None) -> dict[str, Any]:
+        """JSON with the `k` largest nodes, or with all of them."""
+        nodes = self.top(k) if k is not None else list(self)
+        return {
+            "metric": self.metric,
+            "method": self.method,
+            "value": self.value,
+            "baseline_value": self.baseline_value,
+            "token_ids": self.token_ids,
+            "tokens": self.tokens,
+            "num_nodes": len(self),
+            "nodes": [node.to_json() for node in nodes],
+        }
+
+
+def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Rank correlation of two vectors; equal numbers share the mean of their ranks. NaN if one is constant."""
+    first, second = (_ranks(values.double()) for values in (a, b))
+    first, second = first - first.mean(), second - second.mean()
+    return float((first @ second) / (first.norm() * second.norm()))
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    _, line, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    ranks: torch.Tensor = (last - (counts.double() - 1) / 2)[line]
+    return ranks

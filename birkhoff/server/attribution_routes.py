@@ -1,0 +1,102 @@
+"""`POST /v1/attribute` and `POST /v1/circuit`: which parts of the model a prediction depends on.
+
+The metric is given by tokens; functions are not accepted. Texts and the number of runs of the exact method are bounded,
+since these passes run one at a time beside the engine's steps.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from birkhoff.errors import LogitsError
+from birkhoff.server.api_errors import bad_request, to_api_error
+from birkhoff.server.body import StrictBody
+from birkhoff.server.context import ServingContext
+from birkhoff.server.fields import TokenId
+from birkhoff.server.interp_routes import InterpRoutes, PromptBody, TextBody
+from birkhoff.server.reply import json_response
+from birkhoff.server.steering_routes import request_edits
+
+MAX_TOKENS = 256
+MAX_NODES = 4096  # of the exact method, which runs the text once for each
+MAX_STEPS = 64
+TokenName = TokenId | Annotated[str, Field(min_length=1, max_length=64)]
+Position = Annotated[int, Field(ge=-MAX_TOKENS, lt=MAX_TOKENS)]
+Over = Annotated[str, Field(min_length=1, max_length=160)]
+
+
+class TokenMetric(StrictBody):
+    """Logit of `token`, minus that of `other` if given, at `position`; with `logprob` the log-probability."""
+
+    token: TokenName
+    other: TokenName | None = None
+    position: Position = -1
+    logprob: bool = False
+
+
+class AttributionBody(TextBody):
+    metric: TokenMetric
+    over: Over | Annotated[list[Over], Field(min_length=1, max_length=16)] = "sublayers"
+    baseline: Literal["zero", "mean"] | PromptBody = "zero"
+    method: Literal["gradient", "integrated", "inputs", "exact"] = "gradient"
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 16
+
+
+class AttributeBody(AttributionBody):
+    layers: Any = "all"
+    top: Annotated[int, Field(ge=1, le=MAX_NODES)] = 64
+
+
+class CircuitBody(AttributionBody):
+    faithfulness: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class AttributionRoutes:
+    def __init__(self, context: ServingContext, interp: InterpRoutes):
+        self._context = context
+        self._interp = interp
+
+    async def attribute(self, http: HttpRequest) -> Response:
+        body, _ = await self._context.read_body(http, AttributeBody)
+        return await self._run(http, lambda: self._attribute(body))
+
+    async def circuit(self, http: HttpRequest) -> Response:
+        body, _ = await self._context.read_body(http, CircuitBody)
+        return await self._run(http, lambda: self._circuit(body))
+
+    async def _run(self, http: HttpRequest, work: Any) -> Response:
+        try:
+            return json_response(await self._interp.run_exclusive(http, work))
+        except LogitsError as error:  # the texts run through the edits of every request
+            raise to_api_error(error, steered=True) from error
+
+    def _attribute(self, body: AttributeBody) -> dict[str, Any]:
+        ids, common = self._common(body)
+        result = self._context.engine.attribute(ids, **common, layers=body.layers, max_exact_nodes=MAX_NODES)
+        return result.to_json(body.top)
+
+    def _circuit(self, body: CircuitBody) -> dict[str, Any]:
+        ids, common = self._common(body)
+        if body.method == "exact":
+            raise bad_request(
+                "method: circuits are ranked by gradients here, not by exact patching.", "method"
+            )
+        return self._context.engine.circuit(ids, **common, faithfulness=body.faithfulness).to_json()
+
+    def _common(self, body: AttributionBody) -> tuple[list[int], dict[str, Any]]:
+        ids = self._interp.token_ids(body, MAX_TOKENS)
+        baseline: Any = body.baseline
+        if isinstance(baseline, PromptBody):
+            baseline = self._interp.token_ids(baseline, MAX_TOKENS)
+        return ids, {
+            "metric": body.metric.model_dump(),
+            "over": body.over,
+            "baseline": baseline,
+            "method": body.method,
+            "steps": body.steps,
+            "steer": request_edits(body.steering_fields, self._context.engine),
+        }

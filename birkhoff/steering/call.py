@@ -1,0 +1,143 @@
+"""`Call`: a Python function as an edit of `logits`, `trace` and a local `generate`.
+
+    Call(lambda rows: rows * 0, "mlp_out", [4])
+    Call(lambda rows, site: rows + table[list(site.positions)], "mhc_streams_pre_attn", "all", where="all_prompt")
+
+The function gets the rows of the request's selected tokens, `[r, *row_shape]`, and where they are (`CallSite`: hook,
+layer, positions). It returns rows of the same shape, or None to change nothing. Functions are no data: they are not
+part of any request over HTTP, have no hash, and the prefix cache keeps nothing that was computed with one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks import site_names
+from birkhoff.hooks.call_use import CallSite, CallUse
+from birkhoff.hooks.digest import DigestPart, Phase
+from birkhoff.hooks.layers import parse_layers
+from birkhoff.hooks.phases import PHASES, every_generated, offsets
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.steering.vector_edits import PATHS
+
+
+@dataclass(frozen=True)
+class Call:
+    """`fn(rows)` or `fn(rows, site)`; the other fields select tokens and streams as those of `Add` do."""
+
+    fn: Callable[..., Any]
+    hook: str
+    layers: Any
+    where: Any = None
+    phase: str = "both"
+    path: str = "both"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if not callable(self.fn):
+            raise SteeringError(
+                f"fn is {quoted(self.fn)}, expected a function of rows: Call(fn, hook, layers)."
+            )
+        _with_site(self.fn)  # refuses functions that cannot be called with rows
+        if not isinstance(self.hook, str):
+            raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
+        put(self, "layers", parse_layers(self.layers))
+        if self.where is not None:
+            put(self, "where", parse_positions(self.where, "where"))
+        for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
+            if value not in allowed:
+                raise SteeringError(f"{name} is {quoted(value)}, expected one of {', '.join(allowed)}.")
+
+    def resolve(
+        self, schema: Mapping[str, HookSchema], num_layers: int, prompt: Sequence[int] | None, max_tokens: int
+    ) -> ResolvedCall:
+        """Resolve against one model and one prompt. All errors of the edit are raised here."""
+        why = site_names.refusal(self.hook, schema)
+        if why is not None:
+            raise SteeringError(why)
+        if self.path != "both" and "mhc_streams_final" not in schema:
+            raise SteeringError(
+                f"path is {quoted(self.path)}, but edits of this model act on what is read and on what is carried. "
+                "Leave path out."
+            )
+        once = self.hook in schema and schema[self.hook].once
+        fn = _with_site(self.fn)
+        sites: dict[Key, CallUse] = {}
+        for layer in [num_layers - 1] if once else self.layers.expand(num_layers):
+            hook, at = site_names.resolve(self.hook, layer, schema, num_layers)
+            if not schema[hook].steerable:
+                steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
+                raise SteeringError(
+                    f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}."
+                )
+            path: Any = self.path if hook.startswith("mhc_streams") else "both"
+            sites[hook, at] = CallUse(fn, CallSite(hook, at), path)
+        selector = None
+        if prompt is not None and self.where is not None:
+            selector = bind(self.where, prompt, max_tokens, "where")
+        return ResolvedCall(sites, selector, self.phase)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedCall:
+    """A `Call` as a plan carries it."""
+
+    sites: Mapping[Key, CallUse]
+    selector: PositionSelector | None
+    phase: str
+
+    @property
+    def generated(self) -> bool | None:
+        return every_generated(self.phase, self.selector)
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        return offsets(self.phase, self.selector, start, token_ids, prompt_len)
+
+    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
+        """None: equal functions need not have equal effects, so nothing computed with one is shared."""
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        return {"functions": ", ".join(f"{hook}[{layer}]" for hook, layer in self.sites)}
+
+
+def split_calls(steer: Any) -> tuple[Any, list[Call]]:
+    """Split edits into those that are data, in the form given, and functions."""
+    if isinstance(steer, Call):
+        return None, [steer]
+    if not isinstance(steer, (list, tuple)) or not any(isinstance(edit, Call) for edit in steer):
+        return steer, []
+    return [edit for edit in steer if not isinstance(edit, Call)], [
+        edit for edit in steer if isinstance(edit, Call)
+    ]
+
+
+def _with_site(fn: Callable[..., Any]) -> Callable[[torch.Tensor, CallSite], Any]:
+    """The function with two arguments: one that requires a second argument, or has one called `site`, gets the site."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):  # builtins of PyTorch have none
+        return lambda rows, site: fn(rows)
+    parameters = list(signature.parameters.values())
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if "site" in signature.parameters and len(required) <= 2:
+        return lambda rows, site: fn(rows, site=site)
+    if len(required) == 2:
+        return fn
+    if len(required) > 2 or not parameters:
+        raise SteeringError(f"fn takes {signature}, expected a function of (rows) or of (rows, site).")
+    return lambda rows, site: fn(rows)

@@ -1,0 +1,66 @@
+"""`/v1/attribute` and `/v1/circuit` against the same calls in Python."""
+
+from __future__ import annotations
+
+import pytest
+
+import birkhoff
+
+TEXT, OTHER = "One day, Lily had a ball. He asked", "One day, Anna had a ball. He asked"
+METRIC = {"token": " Lily", "other": " Anna"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with birkhoff.load("nano", max_requests=1) as loaded:
+        yield loaded
+
+
+def test_attribute_gives_what_python_gives(served, engine):
+    body = {"prompt": TEXT, "metric": METRIC, "baseline": {"prompt": OTHER}, "over": "streams", "top": 12}
+    answer = served.post("/v1/attribute", body)
+    assert answer.status_code == 200, answer.text
+    expected = engine.attribute(TEXT, (" Lily", " Anna"), "streams", baseline=OTHER)
+    document = answer.json()
+    assert document["num_nodes"] == len(expected) and len(document["nodes"]) == 12
+    assert document["value"] == pytest.approx(expected.value, abs=1e-3)
+    best = expected.top(1)[0].to_json()
+    assert document["nodes"][0] == pytest.approx(best, abs=1e-2)
+    assert document["tokens"][4] == " Lily"
+
+
+def test_circuit_gives_what_python_gives(served, engine):
+    body = {"prompt": TEXT, "metric": METRIC, "baseline": {"prompt": OTHER}}
+    answer = served.post("/v1/circuit", body)
+    assert answer.status_code == 200, answer.text
+    expected = engine.circuit(TEXT, (" Lily", " Anna"), baseline=OTHER)
+    document = answer.json()
+    assert document["faithfulness"] == pytest.approx(expected.faithfulness, abs=1e-2)
+    assert len(document["nodes"]) == len(expected) and document["edges"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metric": "lambda logits: logits[0, 0]"}, "metric"),
+        ({"metric": {"token": " Lily", "function": "import os"}}, "metric.function"),
+        ({"metric": {"token": "Lily and Tom"}}, None),
+        ({"over": "mlp_oat"}, None),
+        ({"baseline": {"prompt": "short"}}, None),
+        ({"method": "exact", "over": "streams", "prompt": TEXT * 20}, None),
+        ({"method": "guess"}, "method"),
+        ({"steps": 10**6}, "steps"),
+        ({"prompt": "word " * 600}, "prompt"),
+        ({"interventions": [{"op": "call", "fn": "print"}]}, "interventions[0].op"),
+    ],
+)
+def test_what_is_refused(served, fields, param):
+    answer = served.post("/v1/attribute", {"prompt": TEXT, "metric": METRIC, **fields})
+    assert answer.status_code == 400, answer.text
+    if param is not None:
+        assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_circuits_of_exact_scores_are_refused(served):
+    answer = served.post("/v1/circuit", {"prompt": TEXT, "metric": METRIC, "method": "exact"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "method"

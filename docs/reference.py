@@ -29,6 +29,7 @@ DOCS = Path(__file__).parent
 OTHERS = {
     "Results": """output.Stream trace.TraceBatch analysis.lens.Lens analysis.attention.AttentionReadout
         analysis.patching.PatchSweep analysis.logit_attribution.LogitAttribution sae.feature_probe.Feature
+        analysis.gradients.Gradients analysis.attribution.Node analysis.circuit.Circuit analysis.circuit.Edge
         hooks.plan.SiteRows hooks.results.CaptureResult capture.sinks.captured_rows.Acts
         engine.request.TokenEvent engine.request.TokenLogprob""",
     "Captures on disk": """capture.store.reader.read_request capture.store.reader.read_sharded

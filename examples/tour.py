@@ -32,6 +32,8 @@ from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]
 SENTENCE = "The little dog was afraid of the dark forest."
+STORY = "One day,{} had a red ball. A boy wanted it. He asked"
+NAMES = ((" Lily", " Anna"), (" Tom", " Ben"), (" Mia", " Sue"), (" Max", " Tim"))
 FEATURE, FEATURE_STRENGTH = "the sea", 1.5  # feature label; in units of its largest activation
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 else "captures/tour")
 console = Console(highlight=False)
@@ -170,8 +172,50 @@ def show_experts(trace: Trace, layers: int) -> None:
     console.print(table)
 
 
+def show_circuit(engine: birkhoff.Engine) -> None:
+    """Find the sublayers that recall a name, verify them by ablating all others, and try them on other names."""
+    heading("8  A circuit: how nano recalls a name")
+    name, other = NAMES[0]
+    circuit = engine.circuit(
+        STORY.format(name), (name, other), baseline=STORY.format(other), faithfulness=0.9
+    )
+    measured = circuit.measured
+    console.print(Text(f"{STORY.format(name)} …  instead of  {STORY.format(other)} …", "dim"))
+    console.print(
+        f"{circuit.metric}: {measured.full:+.1f}; with the other name in the story {measured.empty:+.1f}"
+    )
+    tokens = circuit.tokens or []
+    for node in circuit.nodes:
+        token = escape_control(tokens[node.position])
+        console.print(Text(f"  {node.hook} of layer {node.layer} at token {node.position} {token!r}", "cyan"))
+    for edge in circuit.edges[:4]:
+        ends = " → ".join(_end(end, tokens) for end in (edge.source, edge.target))
+        console.print(Text(f"    through stream {edge.stream}: {ends}  {edge.score:+.1f}"))
+    shares = [
+        circuit.evaluate(engine, STORY.format(a), (a, b), STORY.format(b)).faithfulness for a, b in NAMES[1:]
+    ]
+    console.print(
+        f"{len(circuit)} of {circuit.candidates} nodes keep {circuit.faithfulness:.0%} of the difference with all "
+        f"others as in the other story\n(random sets: {circuit.random:.0%}); without them "
+        f"{1 - circuit.completeness:.0%} is left. On {len(shares)} other pairs of names they keep "
+        f"{min(shares):.0%} to {max(shares):.0%}."
+    )
+    mean = engine.circuit(STORY.format(name), (name, other), baseline="mean", faithfulness=0.9)
+    console.print(
+        "[dim]This explains which name is recalled, not the sentence: everything the two stories share stays in place. "
+        f"Against the\nmean of the text instead of the other story, {len(mean)} of {mean.candidates} nodes are needed "
+        "for 90%, and fewer can do harm.[/]"
+    )
+
+
+def _end(end: tuple[str, int, int], tokens: list[str]) -> str:
+    hook, layer, position = end
+    place = hook if hook in ("embedding", "output") else f"{hook}[{layer}]"
+    return f"{place} at {escape_control(tokens[position])!r}"
+
+
 def write_files(trace: Trace) -> None:
-    heading("8  Files written")
+    heading("9  Files written")
     OUT.mkdir(parents=True, exist_ok=True)
     kept = {
         f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")
@@ -201,6 +245,8 @@ def main() -> None:
                 show_features(engine)
             show_norms(trace, layers)
             show_experts(trace, layers)
+            if trained:
+                show_circuit(engine)
             write_files(trace)
     heading("What to try next")
     if trained:

@@ -238,6 +238,8 @@ def test_the_tour_runs_and_prints_every_section(tmp_path):
         "write",
         "stream 3",
         "7  Experts of the last token",
+        "8  A circuit: how nano recalls a name",
+        "post_attn of layer 6",
         "streams.safetensors",
         "What to try next",
     ):

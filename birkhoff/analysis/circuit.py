@@ -1,7 +1,8 @@
 """Circuits: the few nodes that a metric needs, found by attribution and verified by ablating all others.
 
-Nodes are ranked by the size of their scores. The circuit is the shortest beginning of that list which keeps the wanted
-share of the metric when every node outside of it is at its baseline; then nodes that the others do without are dropped.
+Nodes are ranked by the size of their scores. The circuit is the shortest beginning of that list whose faithfulness is
+at least the wanted share, and at most as much above 1, when every node outside of it is at its baseline; then nodes
+that the others do without are dropped.
 All of this is measured by running the model, not estimated:
 
     faithfulness   (m(circuit) - m(nothing)) / (m(all) - m(nothing)), where m(S) has all nodes but S ablated
@@ -234,7 +235,7 @@ class _Ranking:
             inner = [count for count in inner if low < count < high]
             shares = self.faithfulness(torch.stack([self.first(count) for count in inner])).tolist()
             self.curve |= dict(zip(inner, shares))
-            enough = [count for count, share in zip(inner, shares) if share >= wanted]
+            enough = [count for count, share in zip(inner, shares) if _is_close(share, wanted)]
             bound = enough[0] if enough else high
             low = max([count for count in (low, *inner) if count < bound])
             high = bound
@@ -252,11 +253,17 @@ class _Ranking:
             trials = keep.repeat(len(inside) - 1, 1)
             for count in range(1, len(inside)):
                 trials[count - 1, cheapest[:count]] = False
-            enough = (self.faithfulness(trials) >= wanted).nonzero().flatten()
-            if not len(enough):
+            shares = self.faithfulness(trials).tolist()
+            enough = [index for index, share in enumerate(shares) if _is_close(share, wanted)]
+            if not enough:
                 break
-            keep = trials[int(enough[-1])]
+            keep = trials[enough[-1]]
         return keep
+
+
+def _is_close(share: float, wanted: float) -> bool:
+    """Whether a set keeps the wanted share; one that overshoots by more than that does not do what the model does."""
+    return abs(share - 1) <= 1 - wanted + SMALLEST_SPAN
 
 
 def kept_metrics(passes: TextPasses, nodes: Sequence[Nodes], keep: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.sites import Site
-from birkhoff.hooks.tap import Reads, Tap, stack_parts
+from birkhoff.hooks.tap import Reads, RecordingTap, Tap, stack_parts
 from birkhoff.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -77,13 +78,12 @@ class SiteTensors:
         }
 
 
-class GraphTensorsTap:
+class GraphTensorsTap(RecordingTap):
     """Calls the tap inside, and hands what leaves each site to `SiteTensors`."""
 
     def __init__(self, inner: Tap, tensors: SiteTensors, layer: int = -1):
-        self._inner = inner
+        super().__init__(inner, lambda site, layer, tensor: None, layer)
         self._tensors = tensors
-        self.layer = layer
 
     def at(self, layer: int) -> GraphTensorsTap:
         return GraphTensorsTap(self._inner.at(layer), self._tensors, layer)
@@ -100,6 +100,13 @@ class GraphTensorsTap:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         read, carried = self._tensors.leaving((site.name, self.layer), *self._inner.part(site, x, reads))
         return read, carried
+
+    def route(
+        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = self._inner.route(site, ids, weights, routing)
+        self._tensors.seen((site.name, self.layer), (ids, weights))
+        return ids, weights
 
 
 class Gradients(Mapping[Key, torch.Tensor]):

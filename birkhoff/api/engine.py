@@ -173,8 +173,7 @@ class Engine(Analyses):
         return self._planner.edits(steer, ids, max_tokens)
 
     def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
-        """Parse and check the edits of request fields: `interventions`, or `steering_vectors` and related fields.
-        Errors name the field."""
+        """Parse and check the edits of request fields: `interventions`, `steering_vectors` …; errors name the field."""
         return self._steering.from_wire(fields)
 
     def request_edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
@@ -469,8 +468,7 @@ class Engine(Analyses):
     ) -> list[Request]:
         """One checked request per choice, for a `driver` to run.
 
-        `thinking` is None for plain text. `mask` creates the token mask of a choice. `mark` is appended to the names of
-        captures."""
+        `thinking` is None for plain text. `mask` makes the token mask of a choice; `mark` ends names of captures."""
         resolved = CallSampling.of(params, sampling)
         requests = self._requests(
             prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 Phase = Literal["prefill", "decode"]
-Block = Literal["patch", "add", "delta", "full", "clamp", "bound", "attend"]
-BLOCKS: tuple[Block, ...] = ("patch", "add", "delta", "full", "clamp", "bound", "attend")
+Block = Literal["patch", "add", "delta", "full", "call", "clamp", "bound", "attend"]
+BLOCKS: tuple[Block, ...] = ("patch", "add", "delta", "full", "call", "clamp", "bound", "attend")
 IN_ORDER: frozenset[str] = frozenset({"patch", "clamp", "bound"})  # operations whose order matters
 DIGEST_BYTES = 16
 

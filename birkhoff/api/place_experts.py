@@ -63,6 +63,8 @@ def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) ->
     store = placed.store
     if experts_on == "gpu" or not native.available() or bool(store.resident().all()):
         return
+    if experts_on == "auto" and store.device.type != "cuda":
+        return  # kernels in the interpreter: there is no bus to measure
     config = network.config
     types = network.stored_expert_types()
     with torch.inference_mode():

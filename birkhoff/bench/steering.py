@@ -6,6 +6,9 @@
     own vectors      a different vector for every request, at the same layer
     all layers       a different vector for every request, at every layer
     features         sixteen features of a dictionary set at one site, for every request
+    mixer            one residual mixer set to identity, for every request
+    experts          one expert of one layer forced, for every request
+    gated            a vector added at one layer where a probe of the same row fires
     reconstruction   rows replaced by their reconstruction, compared with its two matrix products
 
 The contenders alternate step by step in random order, so that the state of the machine and of its caches affects all of
@@ -33,10 +36,21 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import SaeResolver
+from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.resolver import SteeringResolver
-from birkhoff.steering.vector_edits import Add
+from birkhoff.steering.vector_edits import Add, Patch, RequestEdit
 
-LIMITS = {"idle": 1.01, "one vector": 1.02, "own vectors": 1.05, "features": 1.05}  # of the ratio to plain
+# Of the ratio to plain.
+LIMITS = {
+    "idle": 1.01,
+    "one vector": 1.02,
+    "own vectors": 1.05,
+    "features": 1.05,
+    "mixer": 1.1,
+    "experts": 1.1,
+    "gated": 1.1,
+}
 PRODUCTS_LIMIT = 1.5
 FEATURES, SET = 3072, 16
 
@@ -142,7 +156,7 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
     hook, middle = "mhc_streams_pre_attn", layers // 2
     vectors = torch.randn(setting.batch, width, generator=torch.Generator().manual_seed(1)) * 0.01
 
-    def adds(make: Callable[[int], Sequence[Add]]) -> Callable[[int, Tokens], Plan]:
+    def adds(make: Callable[[int], Sequence[RequestEdit]]) -> Callable[[int, Tokens], Plan]:
         buffers = SteeringResolver(engine.schema, layers)
 
         def plan(index: int, ids: Tokens) -> Plan:
@@ -165,6 +179,11 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
         "own vectors": adds(lambda n: [Add(vectors[n], hook, [middle])]),
         "all layers": adds(lambda n: [Add(vectors[n], hook, "all")]),
         "features": features,
+        "mixer": adds(lambda n: [Patch("identity", "mhc_attn_res_mix", [middle])]),
+        "experts": adds(lambda n: [ExpertSet([middle], force=[n % 4])]),
+        "gated": adds(
+            lambda n: [Add(vectors[n], hook, [middle], when=Gate(vectors[0], hook, middle, above=0.0))]
+        ),
     }
     return [SteeredEngine(engine, setting, name, plan) for name, plan in plans.items()]
 

@@ -28,6 +28,9 @@ def test_rows_have_their_setting_and_limit(tiny):
         "own vectors",
         "all layers",
         "features",
+        "mixer",
+        "experts",
+        "gated",
         "reconstruction",
     ]
     for row in rows:
@@ -63,6 +66,9 @@ def test_contenders_steer_as_named(tiny):
         "own vectors": (3, {10}),
         "all layers": (3, {10}),
         "features": (0, {10}),
+        "mixer": (0, {10}),
+        "experts": (0, {10}),
+        "gated": (0, {10}),
     }
 
 

@@ -47,6 +47,12 @@ class RaggedRows:
     window: int
     topk: int
 
+    def total(self, hook: str, layer: int, length: int, tokens: int) -> int:
+        """An upper bound of the rows of `tokens` tokens of such a text: not every token completes an entry."""
+        if hook == "entry_tokens":
+            tokens = min(tokens, length // self.ratios[layer] if self.ratios[layer] else 0)
+        return tokens * self.most(hook, layer, length)
+
     def most(self, hook: str, layer: int, length: int) -> int:
         """An upper bound of the rows of one token of a text of `length` tokens."""
         ratio = self.ratios[layer]

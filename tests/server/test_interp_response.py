@@ -317,13 +317,15 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
 
 def test_ragged_captures_equal_python_inline_and_in_files(served, engine):
     spec = {
-        "hooks": {"attn_weights": [2, 4], "entry_tokens": "all", "attn_head_out": [3]},
-        "positions": "all",
+        "hooks": {"attn_weights": [2], "entry_tokens": [4], "attn_head_out": [3]},
+        "positions": "all_prompt",
     }
     expected = engine.chat(MESSAGES, capture=Capture(**spec), **SHARED)
     consumers = {"filesystem": {"request_id": "ragged", "tag": "http", **spec}, "memory": spec}
     body = {"messages": MESSAGES, **SHARED, "capture": consumers, "capture_wait": True}
-    results = served.post(CHAT, body).json()["capture_results"]
+    response = served.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    results = response.json()["capture_results"]
     assert results["filesystem"]["status"] == results["memory"]["status"] == "ok"
     inline = {(entry["hook"], entry["layer"]): entry for entry in results["memory"]["tensors"]}
     on_disk = read_request(served.root / "http" / "ragged")

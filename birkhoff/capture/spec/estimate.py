@@ -9,7 +9,7 @@ JSON are not counted. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,19 @@ def estimate(
     addresses: Sequence[Address],
     selector: PositionSelector,
     reduce: str | None = None,
-    rows_per_token: Mapping[Address, int] | None = None,
+    ragged_rows: Callable[[Address, int], int | None] = lambda address, tokens: None,
 ) -> Estimate:
-    """Cost of storing `rows[hook]` at each address for the selected tokens. `rows_per_token`: upper bounds for ragged
-    hooks; others have one row for each token."""
+    """Cost of storing `rows[hook]` at each address for the selected tokens. `ragged_rows` gives an upper bound for a
+    number of tokens at a ragged hook, None for hooks with one row for each token."""
     early, late = selector.max_rows()
     each = early + late if reduce is None else min(early + late, 1)
     by_hook: dict[str, int] = {}
     total = 0
+    exact = selector.exact
     for hook, layer in addresses:
-        count = each * (rows_per_token or {}).get((hook, layer), 1)
+        bound = ragged_rows((hook, layer), each)
+        exact &= bound is None
+        count = each if bound is None else bound
         total += count
         by_hook[hook] = by_hook.get(hook, 0) + count * rows[hook].nbytes
     return Estimate(
@@ -104,7 +107,7 @@ def estimate(
         generated_rows=late,
         rows=total,
         bytes=sum(by_hook.values()),
-        exact=selector.exact and not rows_per_token,
+        exact=exact,
         lowest_prompt_position=selector.lowest_prompt_position(),
         bytes_by_hook=tuple(sorted(by_hook.items())),
     )

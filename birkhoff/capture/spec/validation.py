@@ -325,12 +325,12 @@ def _resolve(
         for hook, schema in schemas.items()
     }
     length = (context.prompt if isinstance(context.prompt, int) else len(context.prompt)) + context.max_tokens
-    rows_per_token = {
-        (hook, layer): ragged.most(hook, layer, length)
-        for hook, layer in addresses
-        if (ragged := schemas[hook].ragged) is not None
-    }
-    cost = estimate(rows, addresses, selector, values["reduce"], rows_per_token)
+
+    def ragged_rows(address: Address, tokens: int) -> int | None:
+        ragged = schemas[address[0]].ragged
+        return None if ragged is None else ragged.total(*address, length, tokens)
+
+    cost = estimate(rows, addresses, selector, values["reduce"], ragged_rows)
     if project is None or matrix is not None:
         _affordable(cost, values["return"] or rules.returns, path, context)  # V11
     if project is not None:

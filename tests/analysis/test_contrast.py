@@ -98,7 +98,7 @@ def test_another_models_vector_is_refused_and_nothing_is_registered(idle, tmp_pa
         "was made for the model 'other'": replace(vector, model="other", model_revision="0"),
         "this model has layers": replace(vector, rows={40: vector.at(1)}),
         "the vector has 3 numbers": replace(vector, rows={1: [1.0, 2.0, 3.0]}),
-        "capture-only": replace(vector, hook="mhc_attn_pre_mix"),
+        "takes clamp, patch, scale, not add": replace(vector, hook="mhc_attn_pre_mix"),
     }
     for words, wrong in bad.items():
         with pytest.raises(Exception, match=words):

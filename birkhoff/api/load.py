@@ -259,7 +259,7 @@ def _build_model(
     elif (
         not replace(options.placement, mapped=False).is_default
         or (on_gpu and options.placement.mapped)
-        or options.experts_on != "auto"
+        or options.experts_on != "gpu"
     ):
         raise OptionError(
             "experts, gpu_memory, expert_counts and experts_on place packed experts between a CUDA device and host "

@@ -114,7 +114,7 @@ class EngineOptions:
         "none",
     )
     experts_on: str = option(
-        "auto",
+        "gpu",
         "Where decode steps compute experts that are not on the GPU: gpu (read over the bus), cpu (beside the GPU), or "
         "auto (what is measured to be faster at load).",
     )

@@ -388,14 +388,16 @@ def test_t_sae_6_the_order_of_operations_cannot_be_swapped():
             row = steps[op](row)
         return row
 
-    assert torch.allclose(out[1], in_order(ORDER), atol=1e-4)
+    order = [op for op in ORDER if op in steps]  # the others do not occur here
+    assert len(order) == len(steps)
+    assert torch.allclose(out[1], in_order(order), atol=1e-4)
     assert abs(float(out[1] @ unit) - 0.2) < 1e-5 or abs(float(out[1] @ unit) - 0.1) < 1e-5
     assert torch.equal(out[[0, 2]], x[[0, 2]])
     for i in range(5):
         for j in range(i + 1, 5):
-            swapped = list(ORDER)
+            swapped = list(order)
             swapped[i], swapped[j] = swapped[j], swapped[i]
-            assert not torch.allclose(in_order(swapped), in_order(ORDER), atol=1e-2), swapped
+            assert not torch.allclose(in_order(swapped), in_order(order), atol=1e-2), swapped
 
 
 def test_delta_modules_run_in_the_order_in_which_they_were_attached():

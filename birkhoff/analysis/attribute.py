@@ -43,6 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "sublayers": ("post_attn", "mlp_out"),
     "streams": ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final"),
     "mixers": ("mhc_attn_res_mix", "mhc_ffn_res_mix"),
+    "heads": ("attn_head_out",),
 }
 MAX_BATCH_TOKENS = 2048
 EXPERTS = "experts"

@@ -72,6 +72,19 @@ def test_integrated_scores_of_a_site_sum_to_the_effect_of_patching_it(engine, ov
     assert float(scores.scores.sum()) == pytest.approx(scores.value - metric(patched), abs=error)
 
 
+def test_the_exact_score_of_a_head_is_the_effect_of_switching_it_off(engine):
+    scores = engine.attribute(IDS, METRIC, "heads", layers=[4], baseline="zero", method="exact")
+    for head in (0, engine.config.num_attention_heads - 1):
+
+        def without(rows, head=head):
+            changed = rows.clone().view(len(IDS), engine.config.num_attention_heads, -1)
+            changed[-1, head] = 0
+            return changed.view_as(rows)
+
+        effect = scores.value - metric(engine.logits(IDS, [Call(without, "attn_head_out", [4])]))
+        assert float(scores["attn_head_out", 4][-1, head]) == pytest.approx(effect, abs=1e-4)
+
+
 def test_the_inputs_path_uses_gradients_between_the_two_texts(engine):
     """With one step it is the gradient at the middle of the two embeddings."""
     scores = engine.attribute(IDS, METRIC, "mlp_out", baseline=OTHER, method="inputs", steps=1)

@@ -16,30 +16,10 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.hooks.sites import BY_NAME
+from birkhoff.hooks.sites import BY_NAME, in_order
 from birkhoff.validate.gates import ToleranceGate
 from birkhoff.validate.runs import ForwardRun
 
-# Sites in order of computation within a layer; `diverging` is the first of them outside the gate.
-ORDER = (
-    "mhc_streams_pre_attn",
-    "mhc_attn_pre_mix",
-    "mhc_attn_post_mix",
-    "mhc_attn_res_mix",
-    "pre_attn",
-    "post_attn",
-    "mhc_streams_pre_mlp",
-    "mhc_ffn_pre_mix",
-    "mhc_ffn_post_mix",
-    "mhc_ffn_res_mix",
-    "mlp_in",
-    "moe_router_logits",
-    "moe_topk",
-    "mlp_out",
-    "mhc_streams_final",
-    "mhc_head_mix",
-    "final_hidden",
-)
 TIE = 1e-4  # router score gaps below this are ties
 
 
@@ -173,7 +153,8 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _computation_order(key: tuple[str, int]) -> tuple[int, int]:
-    return (key[1] if not BY_NAME[key[0]].once else 1 << 30, ORDER.index(key[0]))
+    hook, layer = key
+    return in_order((hook, 1 << 30 if BY_NAME[hook].once else layer))
 
 
 def _site_row(

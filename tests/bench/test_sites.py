@@ -65,7 +65,7 @@ ROWS, EXPERTS = 40, 8
 BIASES = (None, 0.1 * torch.arange(EXPERTS), torch.zeros(EXPERTS))
 DEEP = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
 TOLERANCE = 0.02
-SHAPES = {"E": (EXPERTS,), "m": (4,), "mm": (4, 4), "md": (4, 16), "d": (16,)}
+SHAPES = {"E": (EXPERTS,), "m": (4,), "mm": (4, 4), "md": (4, 16), "d": (16,), "hc": (2, 8)}
 
 
 def random_pass() -> SiteValues:

@@ -11,6 +11,7 @@ from birkhoff.engine.sampling_params import SamplingParams
 from tests.interpreter import DEVICE, packed_model
 from tests.model.test_prefill import with_kernels
 from tests.models import variant
+from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(4,), num_hash_layers=0, num_nextn_predict_layers=0, index_topk=4)
 
@@ -51,11 +52,11 @@ def run(core: EngineCore, requests: list[Request]) -> list[list[int]]:
 def traffic(eos: frozenset[int] = frozenset()) -> list[Request]:
     """More requests than slots, of different lengths and sampling parameters; one needs its tokens on the host."""
     return [
-        request(5, 9, eos),
+        request(5, scaled(9, 5), eos),
         request(11, 3, eos, temperature=1.3, min_tokens=2, logprobs=2),
-        request(20, 6, eos, temperature=0.8, top_p=0.9),
-        request(31, 5, eos, repetition_penalty=1.2),
-        request(40, 4, eos),
+        request(20, scaled(6, 4), eos, temperature=0.8, top_p=0.9),
+        request(31, scaled(5, 2), eos, repetition_penalty=1.2),
+        request(40, scaled(4, 2), eos),
     ]
 
 

@@ -1,7 +1,8 @@
 """With `NoTap`, a layer traces to the same operators as a layer whose source has no taps.
 
 The layer without taps is made from the source: every `tap.see(...)` line is removed, `tap(site, x)` becomes `x` and
-`tap.part(site, x)` becomes `x, x`. It is run with None as the tap, so a line that was missed raises.
+`tap.part(site, x)` becomes `x, x`, `tap.route(site, ids, weights, ...)` becomes `ids, weights` and `tap.ragged` False.
+It is run with None as the tap, so a line that was missed raises.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ class StrikeOut(ast.NodeTransformer):
             return node.args[1]
         if calls_tap(node, "part"):
             return ast.Tuple([node.args[1], copy.deepcopy(node.args[1])], ast.Load())
+        if calls_tap(node, "route"):
+            return ast.Tuple(node.args[1:3], ast.Load())
         return node
+
+    def visit_Attribute(self, node):
+        return ast.Constant(False) if ast.unparse(node) == "tap.ragged" else self.generic_visit(node)
 
 
 def without_taps(module: nn.Module) -> tuple[nn.Module, int]:
@@ -96,6 +102,10 @@ def test_with_no_tap_a_layer_traces_to_the_layer_without_taps(layer, tiny, strea
 
 def test_a_tap_that_edits_changes_the_trace(tiny, streams):
     """Shows that the equality above can fail."""
-    tap = EagerTap(edit=lambda site, layer, x: x + 1.0)
-    tapped = operators(tiny.layers[0], tap, tiny.rope, streams)
-    assert len(tapped) == len(operators(tiny.layers[0], NoTap(), tiny.rope, streams)) + 6
+    edited = ("mhc_streams_pre_attn", "pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_in", "mlp_out")
+    tap = EagerTap(edit=lambda site, layer, x: x + 1.0 if site.name in edited else x)
+    added = [
+        sum(target == "aten.add.Tensor" and args.endswith(", 1.0)") for _, target, args, _ in found)
+        for found in (operators(tiny.layers[0], each, tiny.rope, streams) for each in (tap, NoTap()))
+    ]
+    assert added[0] == added[1] + len(edited)

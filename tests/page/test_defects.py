@@ -52,6 +52,7 @@ def test_a_comparison_is_saved_under_its_default_name_and_an_error_keeps_the_tab
     tab = open_tab()
     page = tab.page
     page.wait_for_selector("#add-edit option", state="attached")  # the vectors of the server are known
+    page.wait_for_selector("#model:has-text('layers')")  # and its sites, of which one is compared
     page.click("#tab-contrast")
     page.click("#contrast-run")
     page.wait_for_selector('[data-panel="contrast"] td')

@@ -25,7 +25,7 @@ from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.field_paths import check_keys
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers, every_generated, offsets
+from birkhoff.hooks.phases import covers
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -34,7 +34,7 @@ from birkhoff.hooks.site_names import layers_with
 from birkhoff.hooks.sites import ATTN_HEAD_OUT, ATTN_WEIGHTS, ENTRY_TOKENS, INDEX_BLOCKS
 from birkhoff.option_checks import as_int
 from birkhoff.steering.hashes import site_part
-from birkhoff.steering.request_edit import RequestEdit
+from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
 from birkhoff.steering.vector import finite_number
 
 HEAD_OUT, WEIGHTS = ATTN_HEAD_OUT.name, ATTN_WEIGHTS.name
@@ -305,7 +305,7 @@ class AttentionEdit(RequestEdit):
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedAttention:
+class ResolvedAttention(ResolvedAtPositions):
     """An edit of attention as a plan carries it."""
 
     edit: AttentionEdit
@@ -313,13 +313,6 @@ class ResolvedAttention:
     sites: Mapping[Key, SiteEdit | AttentionChange]
     selector: PositionSelector | None
     phase: str
-
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        return offsets(self.phase, self.selector, start, token_ids, prompt_len) if self.sites else ()
-
-    @property
-    def generated(self) -> bool | None:
-        return every_generated(self.phase, self.selector) if self.sites else False
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         positions = b"" if self.selector is None else self.selector.signature(phase)

@@ -22,11 +22,12 @@ from birkhoff.hooks import site_names
 from birkhoff.hooks.call_use import CallSite, CallUse
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.phases import PHASES, every_generated, offsets
+from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.steering.request_edit import ResolvedAtPositions
 from birkhoff.steering.vector_edits import PATHS
 
 
@@ -88,19 +89,12 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedCall:
+class ResolvedCall(ResolvedAtPositions):
     """A `Call` as a plan carries it."""
 
     sites: Mapping[Key, CallUse]
     selector: PositionSelector | None
     phase: str
-
-    @property
-    def generated(self) -> bool | None:
-        return every_generated(self.phase, self.selector)
-
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        return offsets(self.phase, self.selector, start, token_ids, prompt_len)
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         """None: equal functions need not have equal effects, so nothing computed with one is shared."""

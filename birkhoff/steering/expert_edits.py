@@ -20,14 +20,14 @@ import torch
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.digest import DigestPart, Phase, float32_bytes, framed
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers, every_generated, offsets
+from birkhoff.hooks.phases import covers
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.routing import ExpertUse, RouterHost
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import MOE_TOPK
 from birkhoff.option_checks import as_int
-from birkhoff.steering.request_edit import RequestEdit
+from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
 from birkhoff.steering.vector import finite_number
 
 FORCE, BAN = 1.0, -1.0
@@ -115,7 +115,7 @@ class ExpertSet(RequestEdit):
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedExperts:
+class ResolvedExperts(ResolvedAtPositions):
     """An edit of the router as a plan carries it."""
 
     edit: ExpertSet
@@ -123,13 +123,6 @@ class ResolvedExperts:
     sites: Mapping[Key, ExpertUse]
     selector: PositionSelector | None
     phase: str
-
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        return offsets(self.phase, self.selector, start, token_ids, prompt_len) if self.sites else ()
-
-    @property
-    def generated(self) -> bool | None:
-        return every_generated(self.phase, self.selector) if self.sites else False
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         positions = b"" if self.selector is None else self.selector.signature(phase)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Self
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.phases import PHASES
-from birkhoff.hooks.plan import Edit
+from birkhoff.hooks.phases import PHASES, every_generated, offsets
+from birkhoff.hooks.plan import Edit, Key
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.selector import PositionSelector
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,18 @@ class RequestEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
         raise AssertionError("implemented by every kind of edit")
+
+
+class ResolvedAtPositions:
+    """The part of a resolved edit that says which tokens it applies to: those of a phase that a selector chose."""
+
+    sites: Mapping[Key, Any]
+    selector: PositionSelector | None
+    phase: str
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        return offsets(self.phase, self.selector, start, token_ids, prompt_len) if self.sites else ()
+
+    @property
+    def generated(self) -> bool | None:
+        return every_generated(self.phase, self.selector) if self.sites else False

@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from birkhoff.hooks.capture_buffer import CaptureBuffer
 from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
 from birkhoff.hooks.site_runner import LayerTap, PostMix, RaggedRunner, SiteRunner
 from birkhoff.hooks.sites import BY_NAME
@@ -204,6 +205,11 @@ class BatchTap(NoTap):
             runner.after = capture
         else:
             runner.before = capture
+
+    def stage_from(self, buffer: CaptureBuffer) -> None:
+        """Stage the captured rows of a step that ran as a recorded graph, which copied all rows into `buffer`."""
+        for site in self.layout.sites:
+            self._stage(site, [buffer.site((site.key, site.after))])
 
     def set_source(self, source: RowSource) -> None:
         """Deliver rows from `source` instead of the staging buffers: the step ran as a recorded graph."""

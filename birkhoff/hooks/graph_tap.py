@@ -144,7 +144,7 @@ class _SiteCapture:
         if self.column is None:
             self.first = rows.clone()
         else:
-            self.column.copy_(rows)
+            self.column[: len(rows)].copy_(rows)
 
     def set_column(self, column: torch.Tensor) -> None:
         """Use this column from now on, starting with the rows of the first step."""
@@ -294,19 +294,22 @@ class GraphTap:
     ) -> torch.Tensor:
         return gather_add(x, self._token_rows[:, : len(x)], sites)
 
-    def fill(self, tap: BatchTap, plan: GraphPlan) -> None:
-        """Write the edits of the next step into the buffers; does nothing if they are those of the last step."""
-        edits = tap.edits
-        if edits is None or edits is self._filled:
+    def fill(self, tap: BatchTap | None, plan: GraphPlan) -> None:
+        """Write the edits of the next step into the buffers; does nothing if they are those of the last step. A step
+        may have fewer token lanes than the pattern, or no edits at all: the other lanes then change nothing."""
+        edits = None if tap is None else tap.edits
+        if edits is self._filled:
             return
         self._filled = edits
+        self._token_rows.zero_()
+        if edits is None:
+            return
         if edits.token_rows is not None:
-            self._token_rows.zero_()
-            count = edits.token_rows.shape[1]
+            lanes, count = edits.token_rows.shape
             if edits.only is None:
-                self._token_rows[:, :count].copy_(edits.token_rows)
+                self._token_rows[:lanes, :count].copy_(edits.token_rows)
             else:
-                self._token_rows.index_copy_(1, edits.only, edits.token_rows)
+                self._token_rows[:lanes].index_copy_(1, edits.only, edits.token_rows)
         for key, by_kind in plan.row_edits.items():
             for kind, row_edits in by_kind.items():
                 self._row_edits[key, kind].fill(row_edits)

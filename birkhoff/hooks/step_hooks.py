@@ -57,6 +57,11 @@ class StepHooks:
         """The tap of the running step, for a model that takes one."""
         return self._tap or _NO_TAP
 
+    @property
+    def idle(self) -> bool:
+        """Whether the running step, if any, neither captures nor edits."""
+        return self._tap is None
+
     def at(self, layer: int) -> Tap:
         return _NO_TAP if self._tap is None else self._tap.at(layer)
 

@@ -114,6 +114,12 @@ class Tables:
         self._capacity = max_rows if fixed else min(FIRST_ROWS, max_rows)
         self._free = list(range(self._capacity - 1, SENTINEL, -1))
 
+    def prepare(self, widths: Mapping[TableSite, int]) -> None:
+        """Allocate the maps of these sites and the slabs of their widths now: a graph is recorded before any vector is
+        known."""
+        for site, width in widths.items():
+            self._add_site(site, self._slab(width))
+
     def check_fits(self, contents: Sequence[RowContent]) -> None:
         """Refuse contents that would not fit even into empty tables."""
         for width, different in _different(contents).items():
@@ -162,13 +168,16 @@ class Tables:
         for site, vector in content.items():
             slab = self._slab(len(vector.row))
             slot = slab.take(vector)
-            if site not in self._sites:
-                self._sites[site] = torch.zeros(self._capacity, dtype=torch.long, device=self.device)
-                self._widths[site] = slab.width
+            self._add_site(site, slab)
             self._sites[site][row] = slot
             slots.append((site, slab, slot))
         self.version += 1
         return row
+
+    def _add_site(self, site: TableSite, slab: Slab) -> None:
+        if site not in self._sites:
+            self._sites[site] = torch.zeros(self._capacity, dtype=torch.long, device=self.device)
+            self._widths[site] = slab.width
 
     def _slab(self, width: int) -> Slab:
         if width not in self.slabs:

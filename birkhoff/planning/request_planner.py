@@ -34,7 +34,8 @@ from birkhoff.steering.resolver import SteeringResolver
 
 class RequestPlanner:
     """`model` is the name written to capture files; `identity` returns the model's name and digest, for vectors;
-    `capture_queues` are options of the capture `Dispatcher`. `captures` replaces the planner that they would make."""
+    `capture_queues` are options of the capture `Dispatcher`. `captures` replaces the planner that they would make,
+    `tables` the tables of vectors."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class RequestPlanner:
         file_options: Mapping[str, Any] | None = None,
         layers: Collection[int] | None = None,
         captures: CapturePlanner | None = None,
+        tables: Tables | None = None,
         **capture_queues: Any,
     ):
         self._schema = schema
@@ -61,7 +63,7 @@ class RequestPlanner:
             layers=layers,
             **capture_queues,
         )
-        self.steering = SteeringResolver(schema, num_layers, identity, Tables(device))
+        self.steering = SteeringResolver(schema, num_layers, identity, tables or Tables(device))
         self.steering.parsers |= PARSERS
         self.saes = SaeResolver(schema, num_layers, device)
         self.steering.features = partial(feature_gate, self.saes.registry)

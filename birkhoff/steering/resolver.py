@@ -75,12 +75,17 @@ class SteeringResolver:
         check_directions(resolved)
         return resolved
 
-    def contents(self, steer: Any) -> list[VectorEdit]:
-        """The global tier and the request's own edits, with named vectors replaced by what they stand for now: edits
-        that mean the same in another process. To be called after `edits`, which checks them."""
+    def contents(self, steer: Any) -> list[RequestEdit]:
+        """The global tier and the request's own edits, with named vectors and classes of tokens replaced by what they
+        stand for now: edits that mean the same in another process. To be called after `edits`, which checks them."""
         request_edits = () if steer is None else check_edits(_unwrap(steer))
-        parts: list[VectorEdit] = []
+        parts: list[RequestEdit] = []
         for edit in (*(edit for tier in self._for_all for edit in tier), *request_edits):
+            if not isinstance(edit, VectorEdit):
+                parts.append(edit)
+                continue
+            if edit.when is not None:
+                edit = replace(edit, when=self._portable(edit.when))
             module = self.modules[edit.vector] if isinstance(edit.vector, str) else None
             if isinstance(module, SteeringModule):
                 parts += module.edits(edit)
@@ -126,6 +131,15 @@ class SteeringResolver:
             if path:
                 raise SteeringError(str(error), path) from None
             raise
+
+    def _portable(self, when: Gate) -> Gate:
+        if isinstance(when.vector, str):
+            return replace(when, vector=self.modules[when.vector])
+        if isinstance(when.tokens, str):
+            ids = self._gate(when)
+            assert isinstance(ids, frozenset)
+            return replace(when, tokens=tuple(ids))
+        return when
 
     def _gate(self, when: Gate) -> SiteGate | frozenset[int]:
         return when.resolve(self._schema, self._num_layers, self.modules, self.features, self.token_texts)

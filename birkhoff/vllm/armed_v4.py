@@ -18,6 +18,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 
 TapAt = Callable[[int], Tap]  # the tap of a layer, in the running step
+Idle = Callable[[], bool]  # whether no site of the running step captures or edits
 _ENDS = ("mhc_streams_final", "final_hidden")
 
 
@@ -87,13 +88,16 @@ class NvidiaBoundary:
 class ArmedV4Layer(nn.Module):
     """A layer of V4 whose sites are hooked. It is called like vLLM's own, and hands on what that hands on."""
 
-    def __init__(self, layer: Any, number: int, tap_at: TapAt, boundary: LayerBoundary, fused: bool):
+    def __init__(
+        self, layer: Any, number: int, tap_at: TapAt, boundary: LayerBoundary, fused: bool, idle: Idle
+    ):
         super().__init__()
         self.layer = layer
         self.use_fused_mhc = fused
         self._number = number
         self._tap_at = tap_at
         self._boundary = boundary
+        self._idle = idle
 
     def hc_post(self, *given: torch.Tensor) -> torch.Tensor:
         return self._boundary.write(*given)
@@ -109,6 +113,11 @@ class ArmedV4Layer(nn.Module):
         *more: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
+        if self._idle():
+            untouched: tuple[Any, ...] = self.layer(
+                x, positions, input_ids, post_mix, res_mix, residual, *more, **named
+            )
+            return untouched
         layer, boundary, tap = self.layer, self._boundary, self._tap_at(self._number)
         if residual is None:
             streams = x
@@ -119,14 +128,14 @@ class ArmedV4Layer(nn.Module):
             streams = streams.unsqueeze(1).expand(-1, layer.hc_mult, -1).contiguous()
         read, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams)
         u, post, mix = boundary.read(read, "attn")
-        tap.see(sites.MHC_ATTN_POST_MIX, post.reshape(len(post), -1))
-        tap.see(sites.MHC_ATTN_RES_MIX, mix)
+        post = tap(sites.MHC_ATTN_POST_MIX, post.reshape(len(post), -1)).reshape(post.shape)
+        mix = tap(sites.MHC_ATTN_RES_MIX, mix)
         u = tap(sites.PRE_ATTN, u)
         y = tap(sites.POST_ATTN, layer.attn(positions, layer.attn_norm(u), None))
         read, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, boundary.write(y, streams, post, mix))
         u, post, mix = boundary.read(read, "ffn")
-        tap.see(sites.MHC_FFN_POST_MIX, post.reshape(len(post), -1))
-        tap.see(sites.MHC_FFN_RES_MIX, mix)
+        post = tap(sites.MHC_FFN_POST_MIX, post.reshape(len(post), -1)).reshape(post.shape)
+        mix = tap(sites.MHC_FFN_RES_MIX, mix)
         u = tap(sites.MLP_IN, u)
         y = tap(sites.MLP_OUT, layer.ffn(layer.ffn_norm(u), input_ids, *more, **named))
         if self.use_fused_mhc:
@@ -154,8 +163,10 @@ def arm_v4(
     armed: Mapping[str, Sequence[int]],
     tap_at: TapAt,
     boundary_of: Callable[[Any], LayerBoundary] | None = None,
+    idle: Idle = lambda: False,
 ) -> None:
-    """Arm the layers of this rank that have armed sites. `boundary_of` makes the boundary of a layer."""
+    """Arm the layers of this rank that have armed sites. `boundary_of` makes the boundary of a layer. In idle steps an
+    armed layer runs vLLM's own code, fused where that is fused."""
     inner = model.model
     numbers = range(inner.start_layer, inner.end_layer)
     boundary_of = boundary_of or _boundary_of
@@ -168,7 +179,7 @@ def arm_v4(
                 "Start without expert parallelism."
             )
         fused = getattr(layer, "use_fused_mhc", True)  # the layer for GPUs is always fused
-        inner.layers[number] = ArmedV4Layer(layer, number, tap_at, boundary_of(layer), fused)
+        inner.layers[number] = ArmedV4Layer(layer, number, tap_at, boundary_of(layer), fused, idle)
     last = len(inner.layers) - 1
     if last in numbers and any(hook in armed for hook in _ENDS):
         if not hasattr(inner, "hc_head_op"):

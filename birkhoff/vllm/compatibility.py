@@ -27,7 +27,16 @@ USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "GPUModelRunner._model_forward",
         ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
     ),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", ("num_tokens", "force_attention")),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._dummy_run",
+        ("num_tokens", "force_attention", "cudagraph_runtime_mode", "uniform_decode"),
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._determine_batch_execution_and_padding",
+        ("num_tokens", "force_eager"),
+    ),
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.__init__", ("vllm_config", "device")),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
@@ -42,6 +51,11 @@ USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", ("request_ids",)),
     ("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", ("method", "timeout", "args")),
     ("vllm.forward_context", "get_forward_context", ()),
+    (
+        "vllm.forward_context",
+        "ForwardContext",
+        ("no_compile_layers", "cudagraph_runtime_mode", "batch_descriptor"),
+    ),
     ("vllm.model_executor.models.llama", "LlamaDecoderLayer.forward", _LAYER),
 )
 
@@ -111,9 +125,6 @@ def refusals(config: Any) -> Iterator[str]:
     names = getattr(config.model_config.hf_config, "architectures", None) or ()
     if V4 in names and config.compilation_config.mode.name != "NONE":
         yield "hooks of DeepSeek-V4 are not compiled; set enforce_eager"
-    graphs = config.compilation_config.cudagraph_mode
-    if config.device_config.device_type != "cpu" and graphs is not None and graphs.name != "NONE":
-        yield "CUDA graphs: set enforce_eager, or cudagraph_mode NONE"
 
 
 def check_config(config: Any) -> None:

@@ -18,12 +18,14 @@ from birkhoff.capture.sinks.job import CaptureJob
 from birkhoff.capture.spec.request import ResolvedCapture
 from birkhoff.capture.spec.validation import LAYOUTS, ConsumerRules
 from birkhoff.errors import CaptureError, OptionError, SteeringError
+from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.plan import Edit, Job, Key, Plan, SiteRows
 from birkhoff.hooks.results import CaptureResult
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import SignalJob
 from birkhoff.planning.request_planner import RequestPlanner, cache_salt
 from birkhoff.sae.resolver import Attachment, SaeResolver, split_edits
+from birkhoff.steering.call import split_calls
 from birkhoff.steering.modules import Identity
 from birkhoff.vllm.armed_sites import check_armed
 from birkhoff.vllm.spec import RequestMark, RequestSpec, encode_edit
@@ -212,7 +214,13 @@ class VllmPlanner(RequestPlanner):
         self._next_key = 0
 
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
-        edits = EncodedEdits(super().edits(steer, prompt_ids, max_tokens))
+        others, calls = split_calls(steer)
+        if calls:
+            raise SteeringError(
+                "steer has a function (Call), and functions are not sent to the ranks of vLLM. Use edits that are "
+                "data, or the backend transformers or birkhoff."
+            )
+        edits = EncodedEdits(super().edits(others, prompt_ids, max_tokens))
         vectors, features = split_edits(steer)
         collected: dict[str, str] = {}
         edits.encoded = tuple(
@@ -241,8 +249,10 @@ class VllmPlanner(RequestPlanner):
             return None
         keys: set[Key] = {key for job in base.jobs for key in job.keys}
         keys |= {key for edit in base.edits for key in edit.sites}
+        operations = [operation for edit in base.edits for operation in edit.sites.values()]
+        keys |= {site.gate.key for site in operations if isinstance(site, SiteEdit) and site.gate is not None}
         check_armed(keys, self._armed)
-        if any(getattr(site, "post_mix", False) for edit in base.edits for site in edit.sites.values()):
+        if any(getattr(site, "post_mix", False) for site in operations):
             raise SteeringError(
                 "streams is 'post_mix', which the backend vllm does not have. Name the streams."
             )

@@ -53,9 +53,11 @@ class V2Steps:
         """Before the forward pass, when the batch is final."""
         if self._hooked:
             self._drafted = self._hooked.begin(step_rows(batch, self._hooked), batch.num_tokens_after_padding)
+        else:
+            self._hooked.skip()
 
     def postprocess_state(self) -> None:
         """After the forward pass."""
         if self._drafted is not None:
-            self._hooked.hooks.end(self._drafted)
+            self._hooked.end_step(self._drafted)
             self._drafted = None

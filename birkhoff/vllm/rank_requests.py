@@ -7,7 +7,7 @@ stored in its cache. Nothing of vLLM is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.hooks.plan import Edit, Job, Key, Plan, SiteRows, Span
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.step_hooks import StepHooks
+from birkhoff.hooks.tap import Tap
 from birkhoff.planning.request_planner import RequestPlanner
 from birkhoff.sae.sae_fields import parse_intervention
+from birkhoff.vllm.recorded_sites import RecordedSites, fits
 from birkhoff.vllm.spec import (
     RankReport,
     RequestSpec,
@@ -85,6 +87,7 @@ class RankRequest:
     written: CaptureJob | None = None
     request_id: str | None = None  # of the scheduler, once it has started
     captured: bool = False  # its captures have ended
+    recordable: bool = True  # whether the fixed operations of recorded graphs can run it
 
     @property
     def prompt_len(self) -> int:
@@ -92,14 +95,25 @@ class RankRequest:
 
 
 class RankRequests:
-    """`captures`: whether this rank captures; other ranks of a tensor-parallel group have the same rows."""
+    """`captures`: whether this rank captures; other ranks of a tensor-parallel group have the same rows. `recorded` are
+    the operations that graphs hold, where steps may be recorded graphs, and `in_graph` says whether the running forward
+    pass is one."""
 
-    def __init__(self, planner: RequestPlanner, device: torch.device | str = "cpu", captures: bool = True):
+    def __init__(
+        self,
+        planner: RequestPlanner,
+        device: torch.device | str = "cpu",
+        captures: bool = True,
+        recorded: RecordedSites | None = None,
+        in_graph: Callable[[], bool] = lambda: False,
+    ):
         self.planner = planner
         self.planner.captures.rules.max_request_bytes = None  # the front has checked
         self.planner.captures.rules.max_inline_bytes = None
         self.hooks = StepHooks(device)
         self._captures = captures
+        self.recorded = recorded
+        self._in_graph = in_graph
         self._vectors: dict[str, Any] = {}
         self._requests: dict[str, RankRequest] = {}  # by key: prepared, running, or waiting for `finish`
         self._running: dict[str, RankRequest] = {}  # by id of the scheduler
@@ -186,8 +200,32 @@ class RankRequests:
             if step.drafted:
                 drafted.append(plan)
         self.steps += 1
-        self.hooked_steps += self.hooks.begin(spans, num_rows) is not None
+        tap = self.hooks.begin(spans, num_rows)
+        self.hooked_steps += tap is not None
+        if self._uses_graph():
+            assert self.recorded is not None
+            self.recorded.fill(tap)
         return drafted
+
+    def skip(self) -> None:
+        """Before the forward pass of a step without hooked requests."""
+        if self._uses_graph():
+            assert self.recorded is not None
+            self.recorded.fill(None)
+
+    def end_step(self, drafted: Collection[Plan]) -> None:
+        """After the forward pass of a step that `begin` started."""
+        if self._uses_graph():
+            assert self.recorded is not None
+            self.recorded.stage(self.hooks.tap)
+        self.hooks.end(drafted)
+
+    def _uses_graph(self) -> bool:
+        return self.recorded is not None and self._in_graph()
+
+    def recordable(self) -> bool:
+        """Whether the next step may be a recorded graph: all running requests fit its operations."""
+        return self.recorded is not None and all(request.recordable for request in self._running.values())
 
     def prompt_len(self, request_id: str) -> int:
         return self._running[request_id].prompt_len
@@ -199,8 +237,22 @@ class RankRequests:
         """Requests that are running."""
         return len(self._running)
 
-    def site(self, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
-        return self.hooks.site(layer, site, x)
+    def at(self, layer: int) -> Tap:
+        """The tap of a layer in the running step: while a graph is recorded, the one whose operations it holds."""
+        if self._uses_graph():
+            assert self.recorded is not None
+            return self.recorded.at(layer)
+        return self.hooks.at(layer)
+
+    def idle(self) -> bool:
+        """Whether nothing happens at any site of the running step. A graph that is recorded has every site."""
+        return self.hooks.idle and not self._uses_graph()
+
+    def edit_in_place(self, x: torch.Tensor, layer: int, site: Site) -> None:
+        """Capture and edit the rows of a site."""
+        new = self.at(layer)(site, x)
+        if new is not x:
+            x.copy_(new)
 
     def counts(self) -> dict[str, int]:
         return {
@@ -238,8 +290,10 @@ class RankRequests:
             if spec.files is not None:
                 written = self._job({FILES: spec.files}, spec)
                 jobs.append(HeldJob(written, len(spec.prompt_ids)) if spec.hold else written)
-        plan = planner.plan(spec.prompt_ids, spec.max_tokens, edits, jobs=jobs)
-        return RankRequest(spec, plan or Plan(), sent, written)
+        plan = planner.plan(spec.prompt_ids, spec.max_tokens, edits, jobs=jobs) or Plan()
+        asked = [*spec.rows, *([] if spec.files is None else [spec.files])]
+        after = any(capture.get("capture_point") == "after" for capture in asked)
+        return RankRequest(spec, plan, sent, written, recordable=fits(plan, after))
 
     def _job(self, capture: Mapping[str, Any], spec: RequestSpec) -> CaptureJob:
         (job,) = self.planner.captures.plan(capture, spec.prompt_ids, spec.max_tokens).jobs

@@ -47,6 +47,8 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
         hooked = self.hooked
         given = (input_ids, positions, intermediate_tensors, inputs_embeds)
         if not hooked:
+            if hooked is not None:
+                hooked.skip()
             return super()._model_forward(*given, **model_kwargs)
         assert positions is not None
         drafted = hooked.begin(self._step_rows(input_ids), len(positions))
@@ -55,8 +57,17 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
         except BaseException:
             hooked.hooks.fail()
             raise
-        hooked.hooks.end(drafted)
+        hooked.end_step(drafted)
         return output
+
+    def _determine_batch_execution_and_padding(
+        self, *given: Any, force_eager: bool = False, **named: Any
+    ) -> Any:
+        """A step with a request that recorded graphs cannot run is run without one. All ranks decide alike."""
+        hooked = self.hooked
+        if hooked is not None and len(hooked) and not hooked.recordable():
+            force_eager = True
+        return super()._determine_batch_execution_and_padding(*given, force_eager=force_eager, **named)
 
     def _step_rows(self, input_ids: torch.Tensor | None) -> Iterator[StepRows]:
         """The rows of the hooked requests of this step."""

@@ -54,7 +54,7 @@ def serve_command(
     command.append("--no-async-scheduling")
     if settings.prefix_cache is not None:
         command.append("--enable-prefix-caching" if settings.prefix_cache else "--no-enable-prefix-caching")
-    if not on_cpu and settings.armed:
+    if not on_cpu and settings.armed and "enforce_eager" not in settings.further:
         command.append("--enforce-eager")
     if api_keys:
         command += ["--api-key", *api_keys]

@@ -1,14 +1,18 @@
 """One hooked tensor as an opaque operation: what a compiled or recorded graph of vLLM contains of us.
 
 The operation changes its argument in place, which its schema declares, so that a compiler neither removes nor moves it.
-It finds the hooks of its rank where vLLM's own opaque layers are found, in the forward context."""
+It finds the hooks of its rank where vLLM's own opaque layers are found, in the forward context. While vLLM records a
+CUDA graph, what it runs are the fixed operations of `recorded_sites.py`. Code that is not compiled calls the hooks
+without it, because dispatching an operation costs more than asking whether there is anything to do."""
 
 from __future__ import annotations
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from birkhoff.hooks.sites import SITES, Site
+from birkhoff.vllm.rank_requests import RankRequests
 
 CONTEXT = "birkhoff.hooks"  # key of the rank's hooks among the layers of the forward context
 _BY_ID = {site.id: site for site in SITES}
@@ -17,11 +21,9 @@ _BY_ID = {site.id: site for site in SITES}
 @torch.library.custom_op("birkhoff::site_", mutates_args={"x"})
 def site_(x: torch.Tensor, layer: int, site: int) -> None:
     """Capture and edit the rows of a site in place."""
-    hooks = get_forward_context().no_compile_layers.get(CONTEXT) if is_forward_context_available() else None
-    if hooks is not None:
-        new = hooks.site(layer, _BY_ID[site], x)
-        if new is not x:
-            x.copy_(new)
+    hooked = get_forward_context().no_compile_layers.get(CONTEXT) if is_forward_context_available() else None
+    if hooked is not None:
+        hooked.edit_in_place(x, layer, _BY_ID[site])
 
 
 @site_.register_fake
@@ -29,6 +31,25 @@ def _(x: torch.Tensor, layer: int, site: int) -> None:
     return None
 
 
-def call_site(x: torch.Tensor, layer: int, site: Site) -> None:
-    """Capture and edit the rows of `x` in place."""
-    torch.ops.birkhoff.site_(x, layer, site.id)
+def in_graph() -> bool:
+    """Whether the running forward pass is one that vLLM records or replays as a CUDA graph."""
+    return (
+        is_forward_context_available()
+        and get_forward_context().cudagraph_runtime_mode is not CUDAGraphMode.NONE
+    )
+
+
+class OpCalls:
+    """The `SiteCalls` of armed modules."""
+
+    def __init__(self, hooked: RankRequests):
+        self._hooked = hooked
+
+    def idle(self) -> bool:
+        return self._hooked.idle()
+
+    def __call__(self, x: torch.Tensor, layer: int, site: Site) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.birkhoff.site_(x, layer, site.id)
+        else:
+            self._hooked.edit_in_place(x, layer, site)

@@ -133,8 +133,10 @@ def decode_vector(text: str) -> Vector | SteeringVector | PositionRows:
 def encode_edit(edit: Any, vectors: dict[str, str]) -> dict[str, Any]:
     """An edit without named vectors as JSON; its vector is added to `vectors`, by digest."""
     fields: dict[str, Any] = edit.to_json()
-    if not isinstance(edit, VectorEdit) or isinstance(edit.vector, int):
-        return fields
+    if not isinstance(edit, VectorEdit) or not isinstance(
+        edit.vector, (Vector, SteeringVector, PositionRows)
+    ):
+        return fields  # a factor, zero, or a mixer by its name
     digest, text = encode_vector(edit.vector)
     vectors[digest] = text
     return {**fields, "vector": {"digest": digest}}
@@ -143,7 +145,7 @@ def encode_edit(edit: Any, vectors: dict[str, str]) -> dict[str, Any]:
 def decode_edit(raw: Mapping[str, Any], vectors: Mapping[str, Any]) -> VectorEdit:
     """The vector edit of `encode_edit`; `vectors` has its vector by digest."""
     fields = dict(raw)
-    if isinstance(fields.get("vector"), Mapping):
+    if isinstance(fields.get("vector"), Mapping) and "digest" in fields["vector"]:
         fields["vector"] = vectors[fields["vector"]["digest"]]
     edit: VectorEdit = OPS[fields["op"]].from_json(fields)
     return edit

@@ -6,16 +6,18 @@ armed a worker builds vLLM's own runner and touches no layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from birkhoff.dtype_names import dtype_name
+from birkhoff.hooks.vector_table import Tables
 from birkhoff.planning.request_planner import RequestPlanner
 from birkhoff.sae.files import load_named
 from birkhoff.vllm.armed_layers import arm_ordinary
@@ -23,9 +25,10 @@ from birkhoff.vllm.armed_sites import V4, architecture_of, armed_schema
 from birkhoff.vllm.armed_v4 import arm_v4
 from birkhoff.vllm.compatibility import armed_of, check_config, check_layer, check_names, own_config
 from birkhoff.vllm.rank_requests import RankRequests, armed_keys
+from birkhoff.vllm.recorded_sites import RecordedSites, RecordedSteps
 from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner
-from birkhoff.vllm.self_check import check_sites
-from birkhoff.vllm.site_op import CONTEXT, call_site
+from birkhoff.vllm.self_check import check_recorded, check_sites
+from birkhoff.vllm.site_op import CONTEXT, OpCalls, in_graph
 
 
 class HookedGpuWorker(Worker):  # type: ignore[misc]
@@ -62,6 +65,11 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         self._keys = armed_keys(self.armed, layers)
         self._schema = armed_schema(config, dtype_name(model_config.dtype), self.armed)
         writes = get_tensor_model_parallel_rank() == 0
+        graph_rows = self._graph_rows()
+        tables = Tables(self.device, fixed=bool(graph_rows))
+        recorded = None
+        if graph_rows:
+            recorded = RecordedSites(self._keys, self._schema, tables, graph_rows, self.device)
         planner = RequestPlanner(
             self._schema,
             model_config.get_total_num_hidden_layers(),
@@ -70,42 +78,78 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
             capture_root=own.get("capture_root") if writes else None,
             file_options={"pp_rank": stage.rank_in_group, "pp_size": stage.world_size},
             layers=layers,
+            tables=tables,
             **own.get("capture_queues", {}),
         )
-        self.hooked = RankRequests(planner, self.device, writes)
+        self.hooked = RankRequests(planner, self.device, writes, recorded, in_graph)
         self.model_runner.hooked = self.hooked
         self.vllm_config.compilation_config.static_forward_context[CONTEXT] = self.hooked
         if architecture == V4:
-            arm_v4(model, self.armed, self.hooked.hooks.at)
+            arm_v4(model, self.armed, self.hooked.at, idle=self.hooked.idle)
         else:
             check_layer(model.model.layers[layers.start])
-            arm_ordinary(model, architecture, self.armed, call_site)
+            arm_ordinary(model, architecture, self.armed, OpCalls(self.hooked))
+
+    def _graph_rows(self) -> int:
+        """The most rows of a CUDA graph; 0 if vLLM records none."""
+        compilation = self.vllm_config.compilation_config
+        if self.device.type == "cpu" or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+            return 0
+        return int(compilation.max_cudagraph_capture_size or 0)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         if self.hooked is not None:
-            rows = min(len(self._keys), self.model_runner.max_num_tokens)
-            config = self.vllm_config.model_config.hf_text_config.to_dict()
-            stage = get_pp_group()
-            check_sites(
-                self.hooked.hooks,
-                self._probe,
-                self._keys,
-                self._schema,
-                self.vllm_config.model_config.get_total_num_hidden_layers(),
-                rows,
-                f"rank {self.rank} (stage {stage.rank_in_group} of {stage.world_size})",
-                ("pre_attn",) if architecture_of(config) == V4 else (),
-            )
+            self._check_sites(self.hooked)
         return times
 
     @torch.inference_mode()
-    def _probe(self, num_rows: int) -> torch.Tensor:
-        """A forward pass of `num_rows` dummy tokens; what the rank hands on."""
+    def _check_sites(self, hooked: RankRequests) -> None:
+        """The check at start, without a graph and, where there are graphs, of their replays."""
+        model_config = self.vllm_config.model_config
+        is_v4 = architecture_of(model_config.hf_text_config.to_dict()) == V4
+        stage = get_pp_group()
+        rank = f"rank {self.rank} (stage {stage.rank_in_group} of {stage.world_size})"
+        num_layers = model_config.get_total_num_hidden_layers()
+        rows = min(len(self._keys), self.model_runner.max_num_tokens)
+        eager = partial(self._probe, mode=CUDAGraphMode.NONE)
+        hidden = ("pre_attn",) if is_v4 else ()
+        check_sites(hooked.hooks, eager, self._keys, self._schema, num_layers, rows, rank, hidden)
+        recorded = hooked.recorded
+        if recorded is None:
+            return
+        for uniform, limit in self._recorded_kinds():
+            check_recorded(
+                hooked.hooks,
+                eager,
+                RecordedSteps(hooked.hooks, recorded),
+                partial(self._probe, uniform=uniform),
+                recorded.tables,
+                self._keys,
+                self._schema,
+                num_layers,
+                min(rows, limit),
+                rank,
+            )
+
+    def _recorded_kinds(self) -> Iterator[tuple[bool, int]]:
+        """The kinds of CUDA graphs: whether they are for one token of each request, and their most rows."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        rows = self._graph_rows()
+        if rows and mode.mixed_mode() != CUDAGraphMode.NONE:
+            yield False, rows
+        if rows and mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine():
+            yield True, min(rows, self.vllm_config.scheduler_config.max_num_seqs)
+
+    def _probe(self, num_rows: int, mode: Any = None, uniform: bool = False) -> torch.Tensor:
+        """A forward pass of `num_rows` dummy tokens; what the rank hands on. `mode` None: as vLLM runs that many;
+        `uniform`: of as many requests that decode."""
         seen: list[Any] = []
         handle = self.model_runner.get_model().register_forward_hook(lambda *_: seen.append(_[2]))
         try:
-            self.model_runner._dummy_run(num_rows, force_attention=True)
+            self.model_runner._dummy_run(
+                num_rows, force_attention=True, cudagraph_runtime_mode=mode, uniform_decode=uniform
+            )
         finally:
             handle.remove()
         output = seen[-1]

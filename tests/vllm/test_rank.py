@@ -21,7 +21,7 @@ from birkhoff.vllm.model_state import V2Steps
 from birkhoff.vllm.rank_requests import RankRequests, StepRows, armed_keys
 from birkhoff.vllm.self_check import check_sites
 from birkhoff.vllm.spec import FIELD, RankReport, RequestMark, RequestSpec, encode_edit, unpack_rows
-from tests.vllm.toy import LAYERS, D, Toy, embed
+from tests.vllm.toy import LAYERS, Calls, D, Seen, Toy, embed
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": D, "num_hidden_layers": LAYERS}
 ALL = dict.fromkeys(ORDINARY, tuple(range(LAYERS))) | {"final_hidden": (LAYERS - 1,)}
@@ -36,13 +36,8 @@ class Rank:
         planner = RequestPlanner(SCHEMA, LAYERS, "toy", capture_root=root)
         self.requests = RankRequests(planner)
         self.model = Toy(start, stop)
-
-        def call(x, layer, site):
-            new = self.requests.site(layer, site, x)
-            if new is not x:
-                x.copy_(new)
-
-        arm_ordinary(self.model, "LlamaForCausalLM", armed, caller or call)
+        calls = Calls(self.requests) if caller is None else Calls(self.requests, caller)
+        arm_ordinary(self.model, "LlamaForCausalLM", armed, calls)
         self.keys = armed_keys(armed, range(start, stop))
 
     def check(self):
@@ -66,7 +61,7 @@ class Rank:
             self.requests.hooks.fail()
             return None
         output = self.model(embed(ids))
-        self.requests.hooks.end(drafted)
+        self.requests.end_step(drafted)
         return output
 
     def report(self, key, tokens, reason="length"):
@@ -76,14 +71,17 @@ class Rank:
 def test_armed_and_idle_computes_the_same():
     x = embed([1, 2, 3, 4, 5])
     plain = Toy()(x.clone())
-    assert torch.allclose(Rank().model(x.clone()), plain, atol=1e-6)
+    armed = Rank()
+    assert torch.equal(armed.model(x.clone()), plain), "idle: the modules as if they were not wrapped"
+    armed.requests.idle = lambda: False
+    assert torch.allclose(armed.model(x.clone()), plain, atol=1e-6)
     assert torch.equal(Rank({}).model(x.clone()), plain)
 
 
 def test_layers_without_armed_sites_are_the_same_objects():
     model = Toy()
     before = [*model.model.layers], [layer.mlp for layer in model.model.layers]
-    arm_ordinary(model, "LlamaForCausalLM", {"post_mlp": (1,)}, lambda x, layer, site: None)
+    arm_ordinary(model, "LlamaForCausalLM", {"post_mlp": (1,)}, Seen())
     same = [layer is old for layer, old in zip(model.model.layers, before[0])]
     assert same == [True, False, True]
     assert [model.model.layers[i].mlp for i in (0, 2)] == [before[1][i] for i in (0, 2)]
@@ -109,9 +107,9 @@ def test_the_check_at_start_finds_what_is_wrong(fault, says, monkeypatch):
         if broken == "missing":
             return
         if broken == "other row":
-            x.copy_(rank.requests.site(layer, site, x.roll(1, 0)).roll(-1, 0))
+            x.copy_(rank.requests.at(layer)(site, x.roll(1, 0)).roll(-1, 0))
             return
-        new = rank.requests.site(layer, site, x)
+        new = rank.requests.at(layer)(site, x)
         if broken != "copied" and new is not x:
             x.copy_(new)
 
@@ -145,13 +143,13 @@ def test_rows_come_by_absolute_position():
     assert rows.positions == other.positions == (0, 1, 2, 3, 4)
     assert rows.token_ids == other.token_ids == (5, 6, 7, 8, 11)
     wanted = embed([5, 6, 7, 8, 11])
-    seen = {}
+    seen = Seen()
     model = Toy()
-    arm_ordinary(
-        model, "LlamaForCausalLM", {"post_mlp": (1,)}, lambda x, layer, site: seen.update(x=x.clone())
-    )
+    arm_ordinary(model, "LlamaForCausalLM", {"post_mlp": (1,)}, seen)
     model(wanted)
-    assert torch.allclose(rows.tensor, seen["x"], atol=1e-5) and torch.equal(rows.tensor, other.tensor)
+    assert torch.allclose(rows.tensor, seen["post_mlp", 1], atol=1e-5) and torch.equal(
+        rows.tensor, other.tensor
+    )
 
 
 def test_a_preempted_request_delivers_nothing_twice():

@@ -7,11 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff import Add, Clamp, Patch, Project, SaeSet
+from birkhoff import Add, Call, Clamp, Gate, Patch, Project, SaeSet, Scale
+from birkhoff.errors import BirkhoffError
 from birkhoff.hooks.plan import SiteRows
+from birkhoff.planning.request_planner import RequestPlanner
 from birkhoff.sae.sae_fields import parse_intervention
 from birkhoff.steering.position_rows import PositionRows
 from birkhoff.steering.vector_file import SteeringVector
+from birkhoff.vllm.armed_sites import V4, armed_schema, parse_hooks
+from birkhoff.vllm.front_planner import VllmPlanner
+from birkhoff.vllm.rank_requests import RankRequests
 from birkhoff.vllm.spec import (
     FIELD,
     RankReport,
@@ -55,6 +60,10 @@ def test_a_spec_is_read_back(ids, max_tokens, hold, files):
         Project([3.0, 4.0], "pre_attn", "all", phase="decode"),
         Clamp([0.0, 2.0], "post_attn", [0], min=1.0, max=2.0),
         Patch(0, "post_mlp", [2]),
+        Patch("identity", "mhc_attn_res_mix", [1]),
+        Patch({"permutation": [1, 0]}, "mhc_attn_res_mix", [1]),
+        Scale(0.5, "mlp_out", [2]),
+        Add([1.0, 2.5], "post_mlp", [1], when=Gate([3.0, 4.0], "pre_attn", 0, above=1.0)),
         Patch(PositionRows({0: [1.0, 2.0], 4: [3.0, 5.0]}), "post_mlp", [2]),
         SaeSet("dictionary", {5: 2.0}),
     ],
@@ -69,6 +78,56 @@ def test_an_edit_is_the_same_on_a_rank(edit):
     again = decode_edit(raw, {digest: decode_vector(text) for digest, text in vectors.items()})
     assert type(again) is type(edit) and again.to_json() == edit.to_json()
     assert all(len(digest) == 32 for digest in vectors)
+
+
+V4_CONFIG = {"architectures": [V4], "hidden_size": 2, "hc_mult": 2, "num_hidden_layers": 3}
+
+
+class Front:
+    """A front and one rank, without vLLM."""
+
+    def __init__(self, hooks=None):
+        armed = parse_hooks(hooks, V4, 3)
+        schema = armed_schema(V4_CONFIG, "float32", armed)
+        self.planner = VllmPlanner(schema, 3, "m", armed, lambda *given: [])
+        self.rank = RankRequests(RequestPlanner(schema, 3, "m"))
+
+    def prepare(self, edits):
+        planned = self.planner.plan([1, 2, 3], 5, self.planner.edits(edits, [1, 2, 3], 5))
+        self.rank.add_vectors(planned.vectors)
+        return planned, self.rank.prepare(planned.spec.to_text())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Scale(0.5, "mhc_attn_res_mix", [1], renormalise=True),
+        Patch("identity", "mhc_ffn_res_mix", "all"),
+        Patch({"permutation": [1, 0]}, "mhc_attn_res_mix", [1]),
+        Add("calm", "post_attn", [1], when=Gate("calm", "pre_attn", 0, above=1.0)),
+        Add([1.0, 2.0], "post_attn", [1], when=Gate(tokens="digits")),
+    ],
+    ids=["scale", "identity", "permutation", "gate by name", "gate by tokens"],
+)
+def test_what_only_the_front_knows_is_sent_along(edit):
+    front = Front()
+    front.planner.steering.modules["calm"] = [1.0, 2.0]
+    front.planner.steering.token_texts = lambda: ["a", "1", "22", "b"]
+    planned, refused = front.prepare([edit])
+    assert refused is None
+    (request,) = front.rank._requests.values()
+    assert request.plan.decode_digest == planned.decode_digest is not None
+
+
+def test_edits_that_cannot_run_on_a_rank_are_refused_in_front():
+    front = Front({"post_attn": [1]})
+    for edit, says in (
+        (Call(lambda rows: rows, "post_attn", [1]), "functions are not sent"),
+        (Add([1.0, 2.0], "post_attn", [1], when=Gate([1.0, 2.0], "pre_attn", 0, above=1.0)), "pre_attn"),
+        (Add([1.0, 2.0], "post_attn", [2]), r"post_attn\[2\] is not armed"),
+    ):
+        with pytest.raises(BirkhoffError, match=says):
+            front.prepare([edit])
 
 
 @given(

@@ -156,6 +156,29 @@ def test_an_edit_between_the_halves_of_a_boundary_moves_what_follows():
     assert not torch.allclose(plain[0], steered[0])
 
 
+@pytest.mark.parametrize("boundary", [CpuBoundary, nvidia])
+def test_mixers_can_be_edited(boundary):
+    """Post weights of zero keep the output of the sublayer out of the streams; an identity keeps the streams apart."""
+    edits = {
+        ("mhc_attn_post_mix", 1): torch.zeros_like,
+        ("mhc_attn_res_mix", 1): lambda mix: torch.eye(STREAMS).expand_as(mix),
+    }
+    model = Model(True)
+    seen, tap_at = seen_by(model, edits)
+    arm_v4(model, EVERY, tap_at, boundary)
+    model(ROWS)
+    assert torch.allclose(seen["mhc_streams_pre_mlp", 1], seen["mhc_streams_pre_attn", 1])
+    assert not torch.allclose(seen["mhc_streams_pre_mlp", 0], seen["mhc_streams_pre_attn", 0])
+
+
+def test_an_idle_armed_layer_is_the_layer_itself():
+    plain, armed = Model(True), Model(True)
+    seen, tap_at = seen_by(armed)
+    arm_v4(armed, EVERY, tap_at, nvidia, idle=lambda: True)
+    assert torch.equal(armed(ROWS), plain(ROWS))
+    assert set(seen) == {("mhc_streams_final", 2), ("final_hidden", 2)}, "only the head was asked"
+
+
 def test_what_cannot_be_armed_is_refused():
     model = Model(True)
     del model.model.hc_head_op

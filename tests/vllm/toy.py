@@ -67,3 +67,27 @@ def embed(token_ids):
     """One row per token, the same for the same token."""
     rows = [torch.randn(D, generator=torch.Generator().manual_seed(1000 + token)) for token in token_ids]
     return torch.stack(rows)
+
+
+class Calls:
+    """Armed modules call the hooks of a rank, as uncompiled code does; `change` may stand between the two."""
+
+    def __init__(self, requests, change=None):
+        self._requests = requests
+        self._change = change or requests.edit_in_place
+
+    def idle(self):
+        return self._requests.idle()
+
+    def __call__(self, x, layer, site):
+        self._change(x, layer, site)
+
+
+class Seen(dict):
+    """Keeps the rows of every site that is called."""
+
+    def idle(self):
+        return False
+
+    def __call__(self, x, layer, site):
+        self[site.name, layer] = x.clone()

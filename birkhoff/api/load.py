@@ -67,7 +67,8 @@ def load(
     `model` is "nano", a checkpoint directory, a GGUF file, or `org/name` in the hub cache; with `download=True` a
     model that is not in the cache is downloaded first, and nothing else uses the network. Keywords are the fields of
     `EngineOptions` (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total)
-    while weights are loaded; in a notebook the default is a progress bar. What was decided is printed to stderr."""
+    while weights are loaded; the default is a progress bar, in a notebook or on a terminal. What was decided is printed
+    to stderr."""
     chosen = EngineOptions.from_kwargs(options, **keywords)
     path = _locate(model, chosen)
     if chosen.backend == "vllm":
@@ -80,7 +81,9 @@ def load(
     run = plan_run(chosen, checkpoint)
     network, memory = _build_model(chosen, checkpoint, run)
     placed = memory if isinstance(memory, PlacedExperts) else None
-    _load_weights(network, checkpoint, run, progress or notebook.progress(f"loading {model}"))
+    _load_weights(
+        network, checkpoint, run, progress or notebook.progress(f"loading {model}") or _terminal_progress()
+    )
     if placed is not None:
         choose_side(network, placed, chosen.experts_on)
     if memory is None:
@@ -108,15 +111,39 @@ def load(
     return engine
 
 
+def _show_bytes(verb: str, done: int, total: int) -> None:
+    """Draw a bar of bytes in place on stderr."""
+    width = 24
+    full = width * done // max(total, 1)
+    bar = "#" * full + "-" * (width - full)
+    end = "\n" if done == total else ""
+    print(
+        f"\rbirkhoff: {verb} [{bar}] {format_bytes(done)} of {format_bytes(total)} ",
+        end=end,
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _terminal_progress() -> Callable[[int, int], None] | None:
+    """A bar of bytes read if stderr is a terminal; redrawn when a hundredth more is done."""
+    if not sys.stderr.isatty():
+        return None
+    drawn = -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal drawn
+        if (share := 100 * done // max(total, 1)) != drawn:
+            drawn = share
+            _show_bytes("loading", done, total)
+
+    return show
+
+
 def _locate(model: str | Path, options: EngineOptions) -> Path:
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
-            print(
-                f"\rbirkhoff: downloading {format_bytes(done)} of {format_bytes(total)} ",
-                end="\n" if done == total else "",
-                file=sys.stderr,
-                flush=True,
-            )
+            _show_bytes("downloading", done, total)
 
     path = locate(model, options.revision, options.download, show)
     if not path.is_dir() and not is_gguf(path):

@@ -120,8 +120,8 @@ def bench_serve(
             "callers_cpu_ms_per_token": significant(client_cpu * 1e3 / generated),
             "answers": result.ended,
             "failed": result.failed,
-            "first_token_ms": _spread(result.first),
-            "between_tokens_ms": _spread(result.between),
+            "first_token_ms": spread(result.first),
+            "between_tokens_ms": spread(result.between),
             "resident_bytes": _memory_course(memory),
             "prefix": {
                 "pages_before": pages_before,
@@ -147,7 +147,7 @@ def _engine_alone(model: str, setting: ServeSetting, environment: dict[str, str]
     return summary(rates)["median"], summary(cpu)["median"]
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values) or [float("nan")]
     return {
         name: significant(ordered[min(int(len(ordered) * share), len(ordered) - 1)])
@@ -290,7 +290,7 @@ def _hostile(server: _ServerProcess, setting: ServeSetting) -> dict[str, Any]:
         "slowest_refusal_ms": significant(traffic.slowest_refusal * 1e3),
         "honest_answers": honest.ended,
         "honest_failed": honest.failed,
-        "honest_first_token_ms": _spread(honest.first),
+        "honest_first_token_ms": spread(honest.first),
         "resident_bytes": _memory_course(memory),
         "everything_ended": idle,
     }

@@ -224,6 +224,20 @@ def goodput(
         _print_lines(measure(core, setting))
 
 
+@app.command("load")
+def load_command(
+    model: Annotated[str, typer.Option(help="Checkpoint to load.")] = "nano",
+    device: Annotated[str, typer.Option(help="Device to load it to: cpu or cuda.")] = "cpu",
+    rounds: Rounds = 2,
+) -> None:
+    """Bytes per second of reading a checkpoint with 1, 4 and 16 threads, and of loading it; JSON lines."""
+    if device.startswith("cuda"):
+        _require_cuda()
+    from birkhoff.bench.loading import bench_load
+
+    _print_lines(bench_load(model, device, rounds))
+
+
 @app.command()
 def sites() -> None:
     """Check every hook site of two full-width layers on a GPU against the reference path; JSON lines."""
@@ -348,9 +362,34 @@ def serve(
         bool,
         typer.Option("--hostile", help="Then send hostile bodies for as long, beside one honest client."),
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve mixed traffic on this device, such as cuda: plain, steered and captured answers.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="With --device cuda: random weights of so many layers at V4-Flash width, not --model.",
+            show_default=False,
+        ),
+    ] = None,
+    steered: Annotated[float, typer.Option(help="With --device: share of steered requests.")] = 0.3,
+    captured: Annotated[float, typer.Option(help="With --device: share of captured requests.")] = 0.1,
     json: JsonLines = False,
 ) -> None:
-    """A server under load and under overload, compared with the engine alone; fails if a request did not end."""
+    """A server under load and under overload, compared with the engine alone; fails if a request did not end.
+
+    With --device, mixed traffic instead: streams of which some are steered and some captured."""
+    if device is not None:
+        _serve_mixed(
+            device, model if layers is None else None, layers, seconds, streams, tokens, steered, captured
+        )
+        return
+    if layers is not None:
+        raise OptionError("--layers makes random weights on a GPU: give --device cuda as well.")
     from birkhoff.bench.serve import ServeSetting, bench_serve
 
     with progress_bar("measuring", "seconds") as advance:
@@ -383,6 +422,44 @@ def serve(
         or overload["failed"]
         or not overload["recovered"]
     ):
+        raise typer.Exit(1)
+
+
+def _serve_mixed(
+    device: str,
+    model: str | None,
+    layers: int | None,
+    seconds: float,
+    streams: int,
+    tokens: int,
+    steered: float,
+    captured: float,
+) -> None:
+    if not (0 <= steered <= 1 and 0 <= captured <= 1 and steered + captured <= 1):
+        raise OptionError(
+            f"--steered is {steered:g} and --captured {captured:g}, expected shares that sum to at most 1."
+        )
+    if device.startswith("cuda"):
+        _require_cuda()
+    elif layers is not None:
+        raise OptionError("--layers makes random weights on a GPU: give --device cuda, or --model.")
+    from birkhoff.bench.serve_mixed import MixedSetting, bench_mixed
+
+    setting = MixedSetting(
+        model=model,
+        device=device,
+        layers=layers or 0,
+        seconds=seconds,
+        streams=streams,
+        tokens=tokens,
+        steered=steered,
+        captured=captured,
+    )
+    rows = []
+    for row in bench_mixed(setting):
+        typer.echo(json_module.dumps(row))
+        rows.append(row)
+    if any(row["failed"] for row in rows):
         raise typer.Exit(1)
 
 

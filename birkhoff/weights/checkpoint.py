@@ -94,7 +94,7 @@ class SafetensorsRefs(Mapping[str, TensorRef]):
         entry = self._entries[name]
         reader = partial(read_rows, entry)
         where = (entry.path, entry.offset)
-        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, reader, pins=True, location=where)
+        return TensorRef(name, entry.dtype, entry.shape, entry.nbytes, reader, location=where)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

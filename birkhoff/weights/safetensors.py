@@ -85,15 +85,13 @@ def read_header(path: str | Path) -> SafetensorsHeader:
         ) from None
 
 
-def read_rows(
-    entry: TensorEntry, start: int = 0, stop: int | None = None, pinned: bool = False
-) -> torch.Tensor:
-    """Read rows [start, stop) along the first axis into a new CPU tensor, in pinned memory for copies to a GPU."""
+def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """Read rows [start, stop) along the first axis into a new CPU tensor."""
     rows = entry.shape[0] if entry.shape else 1
     stop = rows if stop is None else stop
     assert 0 <= start <= stop <= rows, (start, stop, rows)
     shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-    out = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype], pin_memory=pinned)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
     if out.numel():
         read_exactly(entry.path, entry.offset + start * (entry.nbytes // rows), memoryview(_as_bytes(out)))
     return out

@@ -42,8 +42,8 @@ class TensorRef:
     """A tensor that has not been read: header fields and a row reader.
 
     `nbytes` is the size in the file. `encoding` is the file's own type name where `reader` decodes rows (GGUF block
-    types), else empty. `pins`: `reader` can read into pinned memory. `location` is the file and offset of the rows as
-    they are stored; None if they are not contiguous there.
+    types), else empty. `location` is the file and offset of the rows as they are stored; None if they are not
+    contiguous there.
     """
 
     name: str
@@ -52,16 +52,15 @@ class TensorRef:
     nbytes: int
     reader: Callable[..., torch.Tensor] = field(repr=False, compare=False)
     encoding: str = ""
-    pins: bool = False
     location: tuple[Path, int] | None = None
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor as stored."""
         return self.reader(0, self.num_rows)
 
-    def rows(self, start: int, stop: int, pinned: bool = False) -> torch.Tensor:
-        """Read rows [start, stop) along the first axis as stored; if `pinned`, into pinned memory where possible."""
-        return self.reader(start, stop, pinned=True) if pinned and self.pins else self.reader(start, stop)
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows [start, stop) along the first axis as stored."""
+        return self.reader(start, stop)
 
     @property
     def num_rows(self) -> int:

@@ -22,7 +22,9 @@ from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexp
 from birkhoff.kernels.packed import PackedMatrix, PackedType
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import scale_name
+from birkhoff.weights.safetensors import TORCH_DTYPES, read_exactly
 from birkhoff.weights.shard_index import join_names
+from birkhoff.weights.staged_copy import BLOCK_BYTES, StagedCopy, blocks, stored_rows
 from birkhoff.weights.tensor_ref import (
     FLOATS,
     INSPECT,
@@ -34,8 +36,6 @@ from birkhoff.weights.tensor_ref import (
     check_finite,
     check_scale,
     check_shape,
-    invalid_codes,
-    invalid_scale,
     strips,
     value_strips,
 )
@@ -48,7 +48,7 @@ _PACKED_DTYPES: dict[torch.dtype, tuple[str, ...]] = {
 }
 
 
-MAX_READERS = 16  # threads that fill tensors on a GPU
+MAX_READERS = 16  # threads that read a checkpoint for a GPU
 
 
 class WeightDestination(Protocol):
@@ -89,73 +89,92 @@ def load_into(
 ) -> LoadReport:
     """Fill every destination. Stored names that start with a prefix in `skip` may stay unused; any other raises.
 
-    `progress` is called with (bytes read, total bytes) after each tensor.
+    `progress` is called with (bytes read, total bytes) at the start and after each tensor or block of the files.
     """
     began = time.perf_counter()
     plan, skipped = _plan(list(destinations), checkpoint, skip)
     total = sum(checkpoint[name].nbytes for _, names in plan for name in names)
     done = 0
-    resident = 0
-    for destination, names in _filled(plan, checkpoint):
-        resident += destination.tensor.nbytes
-        done += sum(checkpoint[name].nbytes for name in names)
+    if progress is not None:
+        progress(0, total)
+    for count in _fill(plan, checkpoint):
+        done += count
         if progress is not None:
             progress(done, total)
+    resident = sum(destination.tensor.nbytes for destination, _ in plan)
     seconds = time.perf_counter() - began
     return LoadReport(len(plan), total, resident, seconds, skipped, tuple(checkpoint.notices))
 
 
-def _filled(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[_Step]:
-    """Fill every destination and yield it, in order; destinations on a GPU by several threads.
+def _fill(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[int]:
+    """Fill every destination; yields bytes as they are read.
 
-    One thread copies from the page cache at about 2 GB/s, a fraction of what the bus and the memory can do. Each
-    thread has a CUDA stream; packed values are checked on the device, and the results are read once at the end."""
+    Rows that a GPU receives as they are stored are read into pinned buffers (`staged_copy.py`). Other destinations of a
+    model on a GPU are filled by several threads, each with a CUDA stream; those of a model on a CPU one by one."""
+    device = next((d.tensor.device for d, _ in plan if d.tensor.device.type == "cuda"), None)
+    if device is None:
+        for destination, names in plan:
+            with torch.no_grad():
+                _FILL[destination.kind](destination, checkpoint)
+            yield sum(checkpoint[name].nbytes for name in names)
+        return
+    readers = min(MAX_READERS, os.cpu_count() or 1)
+    staged = [step for step in plan if _is_staged(step[0], checkpoint)]
+    yield from _fill_staged([destination for destination, _ in staged], checkpoint, device, readers)
+    done = {destination.name for destination, _ in staged}
+    yield from _fill_by_threads([step for step in plan if step[0].name not in done], checkpoint, readers)
+    torch.cuda.synchronize(device)
+
+
+def _is_staged(destination: WeightDestination, checkpoint: Checkpoint) -> bool:
+    """Whether a GPU receives the stored rows of a tensor as they are, or its plain numbers."""
+    ref = checkpoint[destination.name]
+    if destination.tensor.device.type != "cuda" or ref.location is None or ref.encoding:
+        return False
+    return destination.kind in ("codes", "scale") or (destination.kind == "value" and ref.format == "float")
+
+
+def _fill_staged(
+    destinations: Sequence[WeightDestination], checkpoint: Checkpoint, device: torch.device, readers: int
+) -> Iterator[int]:
+    copies = StagedCopy(device, readers)
+    rows = (
+        piece
+        for destination in destinations
+        for piece in stored_rows(
+            checkpoint[destination.name], destination.tensor, destination.kind, BLOCK_BYTES
+        )
+    )
+    yield from copies.run(list(blocks(rows)))
+    suspects = copies.suspects()
+    for destination in destinations:
+        if destination.name in suspects:
+            with torch.no_grad():
+                _FILL[destination.kind](destination, checkpoint)  # raises and names the value
+
+
+def _fill_by_threads(plan: Sequence[_Step], checkpoint: Checkpoint, readers: int) -> Iterator[int]:
     local = threading.local()
-    unchecked: list[tuple[WeightDestination, torch.Tensor]] = []  # with flags on the device
 
-    def fill(step: _Step) -> _Step:
-        destination = step[0]
+    def fill(step: _Step) -> int:
+        destination, names = step
         device = destination.tensor.device
         with torch.no_grad():
             if device.type != "cuda":
                 _FILL[destination.kind](destination, checkpoint)
-                return step
-            if not hasattr(local, "stream"):
-                local.stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(local.stream):
-                if destination.kind in ("codes", "scale"):
-                    _copy_packed(destination, checkpoint, lambda bad: unchecked.append((destination, bad)))
-                else:
+            else:
+                if not hasattr(local, "stream"):
+                    local.stream = torch.cuda.Stream(device)
+                with torch.cuda.stream(local.stream):
                     _FILL[destination.kind](destination, checkpoint)
-        return step
+        return sum(checkpoint[name].nbytes for name in names)
 
-    if all(destination.tensor.device.type != "cuda" for destination, _ in plan):
-        yield from map(fill, plan)
-        return
-    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1), "birkhoff-load") as pool:
+    with ThreadPoolExecutor(readers, "birkhoff-load") as pool:
         try:
             yield from pool.map(fill, plan)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    torch.cuda.synchronize()
-    if unchecked:
-        flags = torch.stack([bad for _, bad in unchecked]).tolist()
-        for destination in (destination for (destination, _), bad in zip(unchecked, flags) if bad):
-            _fill_packed(destination, checkpoint)  # raises and names the value
-
-
-def _copy_packed(
-    destination: WeightDestination, checkpoint: Checkpoint, report: Callable[[torch.Tensor], None]
-) -> None:
-    """Copy codes or scales to a GPU without waiting; `report` gets flags that are True for invalid strips."""
-    ref, tensor = checkpoint[destination.name], destination.tensor
-    for start, stop in strips(ref.shape, 1):
-        rows = ref.rows(start, stop, pinned=True).to(tensor.device, non_blocking=True)
-        invalid = invalid_scale(rows) if destination.kind == "scale" else invalid_codes(rows)
-        if invalid is not None:
-            report(invalid.any())
-        tensor[start:stop].copy_(rows if rows.dtype == tensor.dtype else rows.view(tensor.dtype))
 
 
 def _plan(
@@ -244,6 +263,17 @@ def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None
     ref = checkpoint[destination.name]
     tensor = destination.tensor
     check = check_scale if destination.kind == "scale" else check_codes
+    stored = TORCH_DTYPES[ref.dtype]
+    if (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and ref.location is not None
+        and not ref.encoding
+    ):
+        read_exactly(*ref.location, tensor.view(-1).view(torch.uint8).numpy().data)
+        for start, stop in strips(ref.shape, 1):
+            check(destination.name, tensor[start:stop].view(stored), start)
+        return
     for start, stop in strips(ref.shape, 1):
         rows = ref.rows(start, stop).to(tensor.device)
         check(destination.name, rows, start)

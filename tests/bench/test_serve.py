@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from birkhoff.bench.load_generator import LoadResult, run_load
 from birkhoff.bench.serve import ServeSetting, _memory_course, bench_serve
+from birkhoff.bench.serve_mixed import MixedSetting, bench_mixed, bodies
 from birkhoff.convert.synth import synth
 
 
@@ -116,3 +118,29 @@ def test_the_load_generator_parses_responses_in_any_chunking(name, size):
         thread.join()
     assert (len(result.first), len(result.between)) == times
     assert replace(result, first=[], between=[]) == expected
+
+
+def test_mixed_traffic_is_served_and_compared_with_the_engine(tmp_path):
+    synth(tmp_path / "tiny", "tiny")
+    setting = MixedSetting(
+        model=str(tmp_path / "tiny"), device="cpu", seconds=0.5, streams=4, tokens=6, prompt_words=3
+    )
+    engine, streams = bench_mixed(setting)
+    json.dumps([engine, streams])
+    assert [row["kind"] for row in (engine, streams)] == ["engine, mixed traffic", "streams, mixed traffic"]
+    for row in (engine, streams):
+        assert row["answers"] >= 4 and not row["failed"] and row["tokens_per_s"] > 0
+        assert row["first_token_ms"]["p50"] > 0 and row["between_tokens_ms"]["p95"] > 0
+        assert row["gpu_busy"] is None and (row["steered"], row["captured"]) == (0.3, 0.1)
+    assert streams["share_of_engine"] > 0
+
+
+def test_mixed_bodies_have_the_shares_that_were_asked_for():
+    setting = MixedSetting(steered=0.3, captured=0.1, tokens=20)
+    made = list(itertools.islice(bodies(setting, 8, float("inf")), 400))
+    steered = sum("interventions" in body for body in made)
+    captured = sum("capture" in body for body in made)
+    assert abs(steered - 120) <= 2 and abs(captured - 40) <= 2
+    assert not any("interventions" in body and "capture" in body for body in made)
+    assert len({body["messages"][0]["content"] for body in made}) == 400
+    assert {body["max_tokens"] for body in made} <= set(range(10, 31))

@@ -39,7 +39,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FileBlock:
     """Rows of one or more tensors that lie next to each other in a file, from byte `offset` on."""
 
     path: Path
@@ -63,7 +63,7 @@ def stored_rows(ref: TensorRef, target: torch.Tensor, kind: str, max_bytes: int)
         )
 
 
-def blocks(rows: Iterable[StoredRows], max_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def blocks(rows: Iterable[StoredRows], max_bytes: int = BLOCK_BYTES) -> Iterator[FileBlock]:
     """Group rows that follow each other in a file into blocks of at most `max_bytes`, or of one piece."""
     group: list[StoredRows] = []
     for piece in sorted(rows, key=lambda piece: (str(piece.path), piece.offset)):
@@ -80,9 +80,9 @@ def blocks(rows: Iterable[StoredRows], max_bytes: int = BLOCK_BYTES) -> Iterator
         yield _block(group)
 
 
-def _block(group: Sequence[StoredRows]) -> Block:
+def _block(group: Sequence[StoredRows]) -> FileBlock:
     first, last = group[0], group[-1]
-    return Block(first.path, first.offset, last.offset + last.nbytes - first.offset, tuple(group))
+    return FileBlock(first.path, first.offset, last.offset + last.nbytes - first.offset, tuple(group))
 
 
 class StagedCopy:
@@ -94,7 +94,7 @@ class StagedCopy:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._flags: list[tuple[str, torch.Tensor]] = []
 
-    def run(self, work: Sequence[Block]) -> Iterator[int]:
+    def run(self, work: Sequence[FileBlock]) -> Iterator[int]:
         """Copy all blocks; yields the bytes of each once its copies are launched. Must be run to the end."""
         if not work:
             return
@@ -103,7 +103,7 @@ class StagedCopy:
         size += -size % 4096
         memory = torch.empty(count * size, dtype=torch.uint8, pin_memory=self._stream is not None)
         free: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in memory.split(size))
-        reading: deque[tuple[Future[None], torch.Tensor, Block]] = deque()
+        reading: deque[tuple[Future[None], torch.Tensor, FileBlock]] = deque()
         with ThreadPoolExecutor(self.readers, "birkhoff-load") as pool:
             try:
                 for block in work:
@@ -124,7 +124,9 @@ class StagedCopy:
                     self._stream.synchronize()  # before the buffers go
 
     def _copy_first(
-        self, reading: deque[tuple[Future[None], torch.Tensor, Block]], free: deque[tuple[torch.Tensor, Any]]
+        self,
+        reading: deque[tuple[Future[None], torch.Tensor, FileBlock]],
+        free: deque[tuple[torch.Tensor, Any]],
     ) -> int:
         future, buffer, block = reading.popleft()
         future.result()

@@ -16,11 +16,11 @@ IDS = torch.randint(3, TINY.vocab_size, (40,), generator=torch.Generator().manua
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(device, tmp_path_factory):
     ours = random_model(seed=5)
     folder = tmp_path_factory.mktemp("v4")
     build_oracle(ours).save_pretrained(folder)
-    with birkhoff.load(folder, backend="transformers", device="cpu", cache_bytes=1 << 24) as engine:
+    with birkhoff.load(folder, backend="transformers", device=device, cache_bytes=1 << 24) as engine:
         yield ours, engine
 
 
@@ -43,8 +43,8 @@ def test_sites_and_edits_equal_our_own_model(pair):
         assert trace.sites <= seen.keys() and engine.num_streams == TINY.hc_mult
         for key in trace.sites:
             if key[0] != "moe_topk":  # the order of chosen experts is free
-                torch.testing.assert_close(trace[key], seen[key], rtol=2e-4, atol=2e-4, msg=str(key))
-        torch.testing.assert_close(trace.logits, logits, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(trace[key].cpu(), seen[key], rtol=2e-4, atol=2e-4, msg=str(key))
+        torch.testing.assert_close(trace.logits.cpu(), logits, rtol=2e-4, atol=2e-4)
 
 
 def test_generation_recomputes_the_text_and_captures_every_row_once(pair):

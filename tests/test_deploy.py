@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from birkhoff import __version__
 from birkhoff.server.metrics import Metrics
@@ -71,10 +73,11 @@ def test_the_dashboard_uses_metrics_that_exist():
     assert len(set(places)) == len(places)
 
 
-def test_the_citation_names_this_version():
-    text = (ROOT / "CITATION.cff").read_text()
-    assert (
-        f"version: {__version__}\n" in text
-        and "license: Apache-2.0" in text
-        and text.startswith("cff-version")
-    )
+def test_the_citation_names_this_version_and_the_works_that_the_package_links_to():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["cff-version"] == "1.2.0" and citation["version"] == __version__
+    assert citation["license"] == project["license"] and citation["authors"]
+    cited = {reference["url"] for reference in citation["references"]}
+    assert cited <= set(project["urls"].values())
+    assert all(len(label) <= 32 for label in project["urls"])  # the limit of the metadata format

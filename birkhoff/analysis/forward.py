@@ -20,7 +20,7 @@ from birkhoff.hooks.plan import Edit, Key, Plan, Span
 from birkhoff.hooks.site_names import has_streams, refusal, resolve, select
 from birkhoff.hooks.sites import ATTN_WEIGHTS, Site
 from birkhoff.hooks.tap import NoTap, ReadingTap, RecordingTap, RowReader, Tap
-from birkhoff.sae.feature_probe import Feature, active_features
+from birkhoff.sae.feature_probe import STRONGEST, Feature, active_features, order_of
 from birkhoff.steering.resolver import per_prompt_edits
 from birkhoff.text.prompts import Prompt, is_single
 from birkhoff.trace import Trace
@@ -157,18 +157,27 @@ def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any
 
 
 def features(
-    engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | str | None, steer: Any
+    engine: Engine,
+    prompt: Prompt,
+    name: str,
+    k: int,
+    at: tuple[str, int] | str | None,
+    steer: Any,
+    order: str | None = None,
 ) -> list[list[Feature]]:
-    """Run the prompt and return the `k` strongest features of an attached SAE for each token of it, the begin-of-text
+    """Run the prompt and return the `k` first features of an attached SAE for each token of it, the begin-of-text
     token included if the dictionary expects it."""
     if at is not None:
         hook, layer = (at, None) if isinstance(at, str) else at
         at = resolve(hook, layer, engine.schema, engine.config.num_hidden_layers)
     probe, plan, sae = engine.saes.probe(name, k, at)
+    chosen = order_of(sae, order)
+    if chosen == "specific":
+        probe.k = max(k, STRONGEST)
     ids = text_ids(engine, sae, prompt)
     with torch.no_grad():
         run_texts(engine, [ids], [(plan, *engine.resolve(steer, ids, 1))])
-    return active_features(probe, sae, len(ids))
+    return active_features(probe, sae, len(ids), k, chosen)
 
 
 def addresses(engine: Engine, hooks: Any) -> set[Key]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from birkhoff.analysis.attention import attention
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
@@ -202,15 +202,19 @@ class Analyses:
         k: int = 10,
         at: tuple[str, int] | str | None = None,
         steer: Steering = None,
+        order: Literal["specific", "strength"] | None = None,
     ) -> Any:
-        """The k strongest active features of every token of a text, from an attached SAE.
+        """The k first active features of every token of a text, from an attached SAE.
 
-        Returns one list of `Feature` per token; for a list of prompts, such a list for each."""
+        `order` is "strength" or "specific": activation times -log(density), so that features which are active almost
+        everywhere come last (compared among a token's 256 strongest). It is "specific" by default if the dictionary
+        has descriptions, which know the densities. Returns one list of `Feature` per token; for a list of prompts, one
+        such list each."""
         engine = self._open_engine()
         single = is_single(prompts)
         each: list[Any] = [prompts] if single else list(prompts)
         found = [
-            features(engine, prompt, name, k, at, edits)
+            features(engine, prompt, name, k, at, edits, order)
             for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
         ]
         return found[0] if single else found

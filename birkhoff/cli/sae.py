@@ -1,4 +1,4 @@
-"""`birkhoff sae train | eval | features | search | show | import | export`: sparse autoencoders (SAEs) in directories.
+"""`birkhoff sae train | eval | features | active | search | show | import | export`: sparse autoencoders (SAEs).
 
 Paths and JSON go to stdout, progress and status messages to stderr. `train` reads stored captures or runs texts itself,
 and resumes an interrupted run. `eval` includes the model loss with the reconstruction spliced in; `features` describes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -242,6 +242,37 @@ def features_of(
             f"{index}\t{entry.density:.4%}\t{entry.largest:.2f}\t{_score(entry)}\t{entry.label}\t"
             f"{' '.join(entry.promotes[:5])!r}"
         )
+
+
+@app.command()
+@shared_options("Model")
+def active(
+    directory: Directory,
+    text: Annotated[str, typer.Argument(help="The text to read.", show_default=False)],
+    k: Annotated[int, typer.Option(help="Features shown per token.")] = 3,
+    order: Annotated[
+        Literal["specific", "strength"] | None,
+        typer.Option(
+            help="specific (activation times -log of how often the feature is active) or strength; specific by default "
+            "if the SAE is described.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = False,
+    **options: Any,
+) -> None:
+    """Show the active features of every token of a text."""
+    load_options, _ = split_options(options)
+    with open_engine(load_options, MAX_REQUESTS) as engine, engine.attach("sae", directory):
+        rows = engine.features(text, "sae", k, order=order)
+        tokens = engine.trace(text, []).tokens
+    for token, features in zip(tokens[-len(rows) :], rows):
+        if json:
+            shown = [feature.to_json() for feature in features]
+            typer.echo(json_module.dumps({"token": token, "features": shown}, ensure_ascii=False))
+            continue
+        labels = "   ".join(f"#{f.feature} {f.label or 'no label'} {f.activation:.1f}" for f in features)
+        typer.echo(f"{token!r}\t{labels}")
 
 
 @app.command()

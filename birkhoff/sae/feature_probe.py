@@ -1,24 +1,37 @@
-"""The active features at a site: the k largest of every row, read during a pass.
+"""The active features at a site: the k largest of every row, read during a pass, or the k that say most about it.
+
+Some features are active on most tokens and strong on all of them. In the order "specific" a feature counts by its
+activation times -log(density), the surprise that it is active at all; densities are those of the dictionary's
+descriptions.
 
 A probe takes the place of a splice and changes nothing. It runs before the edits of its site, so it sees the row
 that the features of an edit would be computed from; edits of earlier sites have been applied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from birkhoff.errors import OptionError
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import GraphSplice, Op, Path, SiteContext
 from birkhoff.hooks.plan import Key
+from birkhoff.option_checks import check_choice
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import CHUNK, top
+from birkhoff.sae.features import FeatureEntry
 from birkhoff.sae.row_norm import normalize_rows
 from birkhoff.sae.splice import SaeHost
+
+Order = Literal["specific", "strength"]
+ORDERS = ("specific", "strength")
+STRONGEST = 256  # features of a row that are compared when the order is "specific"
+RAREST = 1e-6  # densities below this count as this
 
 
 @dataclass(frozen=True)
@@ -93,8 +106,31 @@ class ProbePlan:
         return ()
 
 
-def active_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
-    """The nonzero features of each token, largest first, at most k."""
+def order_of(sae: Sae, order: str | None) -> Order:
+    """The order to use: the given one, by default "specific" if the dictionary is described, else "strength"."""
+    if order is None:
+        return "specific" if sae.descriptions else "strength"
+    check_choice("order", order, ORDERS)
+    if order == "specific" and not sae.descriptions:
+        raise OptionError(
+            "order is 'specific', but this dictionary has no descriptions, so nobody knows how often its features are "
+            "active. Make them with `birkhoff sae features DIRECTORY --texts FILE --write`, or order by 'strength'."
+        )
+    return "specific" if order == "specific" else "strength"
+
+
+def active_features(
+    probe: Probe, sae: Sae, tokens: int, k: int, order: Order = "strength"
+) -> list[list[Feature]]:
+    """The nonzero features of each token, at most k, largest or most specific first. A feature that is not described
+    comes after those that are."""
+    described: Mapping[int, FeatureEntry] = sae.descriptions if order == "specific" else {}
+
+    def rank(hit: Feature) -> tuple[float, float, int]:
+        entry = described.get(hit.feature)
+        surprise = 0.0 if entry is None else -math.log(min(max(entry.density, RAREST), 1.0))
+        return -hit.activation * surprise, -hit.activation, hit.feature
+
     values, indices = (torch.cat(parts) for parts in zip(*probe.results))
     reader = probe.reader
     per_token = len(values) // tokens
@@ -110,6 +146,6 @@ def active_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
                     label = sae.labels.get(feature)
                     number = sae.feature_id(feature)
                     features.append(Feature(number, value, label, stream if per_token > 1 else None))
-        features.sort(key=lambda hit: (-hit.activation, hit.feature))
-        result.append(features[: probe.k])
+        features.sort(key=rank)
+        result.append(features[:k])
     return result

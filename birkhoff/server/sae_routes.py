@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -53,6 +53,7 @@ class FeaturesBody(TextBody):
     k: Annotated[int, Field(ge=1, le=64)] = 8
     hook: Annotated[str, Field(max_length=64)] | None = None
     layer: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    order: Literal["specific", "strength"] | None = None
 
 
 class GlobalClampsBody(StrictBody):
@@ -87,7 +88,7 @@ class SaeRoutes:
         return json_response({"saes": entries})
 
     async def features(self, http: HttpRequest) -> Response:
-        """The `k` most active features of every token of a text."""
+        """The `k` first active features of every token of a text: by strength, or by strength times -log(density)."""
         body, _ = await self._context.read_body(http, FeaturesBody)
         self._module(body.sae)
         if (body.hook is None) != (body.layer is None):
@@ -102,7 +103,7 @@ class SaeRoutes:
             ),
         )
         rows = await self._interp.run_exclusive(
-            http, lambda: self._context.engine.features(ids, body.sae, body.k, site, steer)
+            http, lambda: self._context.engine.features(ids, body.sae, body.k, site, steer, body.order)
         )
         described = self._context.engine.saes.descriptions(body.sae)
 

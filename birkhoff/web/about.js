@@ -51,8 +51,8 @@ export const ABOUT = {
     "Labels were made automatically: each is the simple rule that best predicts where a feature is active. The score " +
       "is the correlation of that rule with the activation on texts it was not chosen on: 1 is a perfect rule, and " +
       "below 0.3 a label is hardly more than a hint. Read the contexts.",
-    "Some features are active on most tokens. They lead by strength everywhere and say little: order by “specific” to " +
-      "see what sets a token apart.",
+    "Some features are active on most tokens. They lead by strength everywhere and say little, so features " +
+      "are ordered by how specific they are to the token; strength is the other order.",
   ],
   dashboard: [
     "Texts on which the selected feature is strongest, with the token of the peak marked, and examples drawn from its " +

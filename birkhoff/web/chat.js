@@ -2,7 +2,7 @@
 import { fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
 import { branchPython, chatPython } from "./python.js";
 import { post } from "./api.js";
-import { answerText, startRun, stopRun } from "./runs.js";
+import { answerText, runOf, startRun, stopRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
 const EXAMPLES = [
@@ -74,7 +74,7 @@ export function chatPage(store) {
   /** All messages, including the last response. */
   function finished(state) {
     const transcript = [...state.conversation],
-      text = answerText(state.run);
+      text = answerText(runOf(state, "chat").run);
     if (transcript.length && transcript.at(-1).role === "user") {
       if (text) transcript.push({ role: "assistant", content: text });
       else transcript.pop();
@@ -86,7 +86,7 @@ export function chatPage(store) {
     ask(store.state.conversation);
   };
   async function branch(token, other) {
-    const run = store.state.run;
+    const { run } = runOf(store.state, "chat");
     try {
       toast(`Continuing from “${other.text.trim()}”.`);
       await startRun(store, {
@@ -115,7 +115,7 @@ export function chatPage(store) {
       {
         name: "chat",
         tools: exportButtons(
-          () => ({ messages: store.state.conversation, tokens: store.state.run.tokens }),
+          () => ({ messages: store.state.conversation, tokens: runOf(store.state, "chat").run.tokens }),
           () => pythonOf(store.state),
         ),
       },
@@ -210,8 +210,8 @@ export function chatPage(store) {
           ),
     ),
   );
-  store.on(["run", "pin", "tint", "theme"], (state) => {
-    const { run } = state,
+  store.on(["run", "aside", "pin", "tint", "theme"], (state) => {
+    const { run, pin } = runOf(state, "chat"),
       busy = run.status === "running";
     stop.disabled = !busy;
     again.disabled = busy || !state.conversation.length;
@@ -237,9 +237,8 @@ export function chatPage(store) {
       name: "answer",
       mode: state.tint,
       paint: document.documentElement.dataset.theme,
-      pinned: state.pin?.twin ? null : state.pin?.position,
-      onPin: (token) =>
-        store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin: false } }),
+      pinned: pin?.twin ? null : pin?.position,
+      onPin: (token) => store.set({ pin: { position: token.position, row: pin?.row ?? 0, twin: false } }),
       branch: state.frozen ? null : branch,
     });
     fill(

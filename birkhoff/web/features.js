@@ -6,7 +6,7 @@ import { empty, fault, fill, h, panel, short, exportButtons, toast, visible } fr
 import { addToBench, newEdit } from "./edits.js";
 import { tokenIds } from "./pinned.js";
 import { dashboardPython, featuresPython } from "./python.js";
-import { tokensOf } from "./store.js";
+import { orderOf, tokensOf } from "./store.js";
 import { strip, update } from "./strip.js";
 
 export function featurePage(store) {
@@ -21,8 +21,8 @@ export function featurePage(store) {
     "select",
     { "aria-label": "order of features", onchange: () => store.set({ featureOrder: order.value }) },
     [
-      ["strength", "strength"],
       ["specific", "specific to this token"],
+      ["strength", "strength"],
     ].map(([value, title]) => h("option", { value }, title)),
   );
   const query = h("input", {
@@ -60,7 +60,12 @@ export function featurePage(store) {
       h(
         "div",
         { class: "stack" },
-        h("div", { class: "row" }, h("label", {}, "dictionary", choose), h("label", {}, "order by", order)),
+        h(
+          "div",
+          { class: "row" },
+          h("label", {}, "dictionary", choose),
+          h("label", { class: "live" }, "order by", order),
+        ),
         h(
           "div",
           { class: "row live" },
@@ -88,7 +93,8 @@ export function featurePage(store) {
   async function load() {
     const state = store.state,
       ids = tokenIds(state),
-      key = `${state.sae}|${ids.join()}`;
+      by = orderOf(state),
+      key = `${state.sae}|${by}|${ids.join()}`;
     if (!state.sae || !ids.length || state.run.status === "running" || key === requestKey) return draw();
     if (state.answers.features?.key === key || state.frozen) {
       requestKey = key;
@@ -101,7 +107,7 @@ export function featurePage(store) {
     try {
       const answer = await post(
         "/v1/interp/features",
-        { sae: state.sae, token_ids: ids, k: READ },
+        { sae: state.sae, token_ids: ids, k: READ, order: by },
         stop.signal,
       );
       if (requestKey === key) {
@@ -149,17 +155,16 @@ export function featurePage(store) {
       fill(body, h("p", { class: "note" }, state.frozen ? "Not in this file." : "Encoding the text…"));
       return;
     }
-    order.value = state.featureOrder;
+    order.value = orderOf(state);
     const chosen = state.featureChosen,
       strength = new Map(),
-      shown = result.tokens.map((token) => ({ ...token, features: ordered(token.features, state.featureOrder) })),
       most = Math.max(
         1e-9,
         ...result.tokens.flatMap((t) =>
           t.features.filter((f) => chosen === null || f.feature === chosen).map((f) => f.activation),
         ),
       );
-    for (const token of shown) {
+    for (const token of result.tokens) {
       const one = chosen === null ? token.features[0] : token.features.find((f) => f.feature === chosen);
       strength.set(token.position, one ? one.activation / most : 0);
     }
@@ -173,7 +178,7 @@ export function featurePage(store) {
       colourOf: (token) =>
         strength.get(token.position) ? amount(strength.get(token.position) * 0.7) : null,
     });
-    const here = shown.find((t) => t.position === state.pin?.position),
+    const here = result.tokens.find((t) => t.position === state.pin?.position),
       first = (here?.features ?? []).slice(0, SHOWN),
       largest = Math.max(1e-9, ...first.map((f) => f.activation));
     fill(
@@ -189,7 +194,8 @@ export function featurePage(store) {
         "p",
         { class: "note" },
         chosen === null
-          ? "Colours: activation of the first feature of each token."
+          ? "Colours: activation of the first feature of each token. “Specific” counts a feature by its activation times " +
+              "−log(how often it is active), so that features of most tokens come last."
           : `Colours: activation of feature #${chosen} where it is among a token's most active.`,
       ),
       top,
@@ -339,13 +345,6 @@ const MADE = {
   clamp: "The label says what raising it does to answers, as measured.",
   given: "The label came with the dictionary.",
 };
-
-/** Features by activation, or by activation times the surprise that the feature is active at all. */
-function ordered(features, order) {
-  if (order !== "specific") return features;
-  const weight = (f) => f.activation * -Math.log(Math.max(f.density ?? 1, 1e-6));
-  return [...features].sort((a, b) => weight(b) - weight(a));
-}
 
 /** How well a label predicts, as a small mark. */
 function scoreBadge(score) {

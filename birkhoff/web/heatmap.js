@@ -138,7 +138,7 @@ export class Heatmap {
     context.textBaseline = "middle";
     for (let y = 0; y < this.rows.length; y += every) {
       const at = (y - view.y + Math.min(every, 1) / 2) * cellHeight;
-      if (at > 4 && at < tall - 2) context.fillText(this.rows[y], LEFT - 6, at);
+      if (at > 4 && at < tall - 2) context.fillText(this.rows[y], LEFT - 6, Math.max(at, 6));
     }
     context.textAlign = "left";
     context.textBaseline = "alphabetic";

@@ -75,7 +75,7 @@ export function heatmapPanel(store) {
       h("label", {}, "value", scalar),
       vectorLabel,
       viewLabel,
-      h("span", { class: "stack" }, h("span", { class: "note" }, "stream"), streams),
+      h("span", { class: "field" }, "stream", streams),
       which,
     ),
     body,

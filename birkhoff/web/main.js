@@ -10,7 +10,7 @@ import { expertPanel, memoryPanel } from "./memory.js";
 import { filmStrip, lineagePanel } from "./mixing.js";
 import { fromLink } from "./recipe.js";
 import { capturePage, requestPage } from "./requests.js";
-import { refreshProps, startRun } from "./runs.js";
+import { refreshProps, runOf, showRun, startRun } from "./runs.js";
 import { copyLink, share } from "./share.js";
 import { steerPage } from "./steer.js";
 import { initialState } from "./state.js";
@@ -84,6 +84,7 @@ for (const [place, name, pages, key] of [
 }
 
 store.on(["talkPage"], ({ talkPage }) => {
+  showRun(store, talkPage);
   document.querySelector("main").dataset.talk = talkPage;
 });
 document.getElementById("tour").addEventListener("click", () => startTour(store));
@@ -177,7 +178,10 @@ async function replay({ pair, pin, branch, panel }) {
   const messages = pair ? [{ role: "user", content: store.state.benchPrompt }] : store.state.conversation;
   if (!messages.length) return;
   await startRun(store, { messages, branch, steered: pair || store.state.steerChat, baseline: pair });
-  if (pin) store.set({ pin });
+  if (pin) {
+    runOf(store.state, pair ? "steer" : "chat").pin = pin;
+    store.set({ pin: store.state.pin });
+  }
   if (panel) setTimeout(() => showPanel(panel), 300); // when panels have their final height
 }
 function showPanel(name) {

@@ -1,6 +1,6 @@
 // Python code that computes what a panel shows and draws it. `values` holds the numbers of the picture.
 import { python as pythonEdits } from "./edits.js";
-import { tokensOf } from "./store.js";
+import { orderOf, tokensOf } from "./store.js";
 
 const text = (value) => JSON.stringify(value).replace(/\u2028|\u2029/g, " ");
 const tokenIds = (state, upTo = Infinity) =>
@@ -182,7 +182,7 @@ export function featuresPython(state) {
   return script(state, [
     attach(state, state.sae),
     `token_ids = ${JSON.stringify(tokenIds(state))}`,
-    `values = engine.features(token_ids, ${name}, k=32)`,
+    `values = engine.features(token_ids, ${name}, k=32, order=${text(orderOf(state))})`,
     "for token, active in zip(token_ids, values):",
     "    print(repr(engine.tokenizer.decode([token])), [(f.feature, f.label, f.activation) for f in active[:5]])",
   ]);

@@ -22,11 +22,12 @@ const KEPT = [
 
 export function toLink(state, panel = null) {
   const kept = Object.fromEntries(KEPT.map((name) => [name, state[name]]));
-  kept.pin = state.pin;
+  const { run, pin } = state.run.status === "idle" ? state.aside : state; // the one that can be replayed
+  kept.pin = pin;
   if (panel) kept.panel = panel;
-  kept.pair = Boolean(state.run.pair);
-  kept.ran = state.run.status !== "idle";
-  if (state.run.kept) kept.branch = state.run.tokens.slice(0, state.run.kept).map((t) => [t.id, t.text]);
+  kept.pair = Boolean(run.pair);
+  kept.ran = run.status !== "idle";
+  if (run.kept) kept.branch = run.tokens.slice(0, run.kept).map((t) => [t.id, t.text]);
   kept.model = state.props?.model ?? null;
   kept.conversation = state.conversation.filter(
     (m, i, all) => !(m.role === "assistant" && i === all.length - 1),

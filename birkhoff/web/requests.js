@@ -167,9 +167,9 @@ export function capturePage(store) {
     }
   }
   async function take() {
-    const conversation = store.state.conversation.length
-      ? store.state.conversation
-      : [{ role: "user", content: store.state.benchPrompt }];
+    const { run, conversation: chat, benchPrompt } = store.state,
+      bench = [{ role: "user", content: benchPrompt }],
+      conversation = run.pair ? (run.messages ?? bench) : chat.length ? chat : bench;
     const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")),
       { props } = store.state,
       layer = Math.floor((props?.num_layers ?? 2) / 2),

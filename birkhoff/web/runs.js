@@ -8,25 +8,53 @@ export const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "expert
 const TOP = 8;
 let current = null;
 
+/** The run, pin and answers of a page: chat and bench have their own, so that neither loses what the other shows. A
+ *  saved file has one run. */
+export const runOf = (state, page) => (page === state.runPage || state.frozen ? state : state.aside);
+
+function put(store, page, changes) {
+  if (page === store.state.runPage) store.set(changes);
+  else store.set({ aside: { ...store.state.aside, ...changes } });
+}
+
+/** Lets the panels show the run of a page. */
+export function showRun(store, page) {
+  const { runPage, aside, run, pin, asked, answers } = store.state;
+  if (page === runPage) return;
+  store.state.answers = { ...aside.answers, contrast: answers.contrast };
+  store.set({
+    run: aside.run,
+    pin: aside.pin,
+    asked: aside.asked,
+    runPage: page,
+    aside: { run, pin, asked, answers },
+  });
+}
+
 export function stopRun(store) {
   current?.abort();
   current = null;
-  if (store.state.run.status === "running") store.set({ run: { ...store.state.run, status: "stopped" } });
+  for (const page of ["chat", "steer"]) {
+    const { run } = runOf(store.state, page);
+    if (run.status === "running") put(store, page, { run: { ...run, status: "stopped" } });
+  }
 }
 
 /** `options`: messages, and to go on from within an answer to them `branch`: `{tokens, prompt, frames}`, the kept
  *  tokens of the answer and, where known, the tokens of the prompt and the frames of both. `steered` adds the bench's edits, `baseline`
- *  the unsteered twin beside them. */
+ *  the unsteered twin beside them: that is a run of the bench. */
 export async function startRun(store, options) {
   stopRun(store);
   const control = (current = new AbortController()),
+    page = options.baseline ? "steer" : "chat",
+    own = runOf(store.state, page),
     run = { ...newRun(), status: "running", started: performance.now(), pair: Boolean(options.baseline) };
   run.messages = options.messages ?? null;
-  const keep = options.keepOld && store.state.run.tokens.length ? store.state.run : null;
-  store.state.answers = { contrast: store.state.answers.contrast };
-  if (!keep) store.set({ run, pin: null, asked: {} });
+  const keep = options.keepOld && own.run.tokens.length > 0;
+  own.answers = { contrast: own.answers.contrast };
+  if (!keep) put(store, page, { run, pin: null, asked: {} });
   const publish = () => {
-    if (current === control) store.set({ run: { ...run } });
+    if (current === control) put(store, page, { run: { ...run } });
   };
   try {
     const { branch } = options;
@@ -39,7 +67,7 @@ export async function startRun(store, options) {
     run.edits = options.steered ? store.state.edits.filter((e) => e.on && e.name) : [];
     const steered = options.steered ? interventions(store.state.edits, ordinary(store.state)) : [];
     if (options.baseline) run.twin = { tokens: [], reasoning: "" };
-    if (keep) store.set({ run, pin: store.state.pin, asked: {} });
+    if (keep) put(store, page, { run, asked: {} });
     const settings = store.state.settings,
       signals = [...SIGNALS];
     if (store.state.vector && store.state.scalar === "cosine") signals.push(`cosine:${store.state.vector}`);
@@ -70,7 +98,7 @@ export async function startRun(store, options) {
   }
   run.seconds = (performance.now() - run.started) / 1000;
   publish();
-  if (current === control && !store.state.pin) pinLast(store, run);
+  if (current === control && !runOf(store.state, page).pin) pinLast(store, page, run);
   return run;
 }
 
@@ -85,10 +113,10 @@ async function promptTokens(messages, signal) {
 }
 
 /** Pins the last token that has activations: the last one of an answer was never run through the model. */
-function pinLast(store, run) {
+function pinLast(store, page, run) {
   const position = Math.max(-1, ...run.frames.keys()),
     last = position >= 0 ? position : tokensOf(run).length - 1;
-  if (run.tokens.length && last >= 0) store.set({ pin: { position: last, row: 0, twin: false } });
+  if (run.tokens.length && last >= 0) put(store, page, { pin: { position: last, row: 0, twin: false } });
 }
 
 /** Adds a chunk to a run. Chats and completions carry logprobs in different fields. */

@@ -83,6 +83,7 @@ export function freeze(state) {
   const { run } = state,
     kept = Object.fromEntries(FROZEN.map((name) => [name, state[name]])),
     error = run.error ? { message: run.error.message } : null;
+  if (run.pair) kept.conversation = run.messages ?? []; // the text beside pictures of a token
   kept.run = { ...run, error, frames: [...run.frames], twinFrames: [...run.twinFrames] };
   return JSON.parse(JSON.stringify(kept, rounded));
 }

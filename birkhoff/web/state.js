@@ -15,15 +15,17 @@ export const initialState = () => ({
   sae: null,
   vector: null,
   settings: { temperature: 0.8, maxTokens: 120, seed: 7 },
-  run: newRun(),
+  run: newRun(), // what the panels show: the run of the chat or of the bench, whichever page is open
   pin: null,
+  runPage: "chat",
+  aside: { run: newRun(), pin: null, asked: {}, answers: {} }, // the same of the other page
   scalar: "stream_norm",
   stream: "all",
   lensView: "head",
   asked: {},
   answers: {}, // by route: answers of the server that views show, kept for files
   frozen: false, // a saved file: there is no server
-  featureOrder: "strength",
+  featureOrder: "specific",
   captured: null,
   contrast: null,
   lineage: null,

@@ -7,7 +7,7 @@ import { firstEdit, grammar, interventions, layersOf, vectorEdit } from "./edits
 import { chatPython, sweepPython } from "./python.js";
 import { stochasticError } from "./mixing.js";
 import { ordinary } from "./pinned.js";
-import { divergence, firstDifference, repetition, startRun } from "./runs.js";
+import { divergence, firstDifference, repetition, runOf, startRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
 const DEBOUNCE_MS = 180; // milliseconds a slider must rest before a new run
@@ -37,7 +37,7 @@ export function steerPage(store) {
   const messages = () => [{ role: "user", content: store.state.benchPrompt }];
   function pair() {
     clearTimeout(timer);
-    store.set({ benchPrompt: prompt.value, benchError: null, conversation: [{ role: "user", content: prompt.value }] });
+    store.set({ benchPrompt: prompt.value, benchError: null });
     try {
       if (!interventions(store.state.edits).length)
         throw new Error("There are no edits. Add a vector or clamp a feature first.");
@@ -49,7 +49,7 @@ export function steerPage(store) {
   }
   const scheduleRun = () => {
     clearTimeout(timer);
-    if (store.state.run.pair || store.state.live) timer = setTimeout(pair, DEBOUNCE_MS);
+    if (runOf(store.state, "steer").run.pair || store.state.live) timer = setTimeout(pair, DEBOUNCE_MS);
   };
   const change = (id, changes) => {
     store.set({
@@ -250,8 +250,8 @@ export function steerPage(store) {
         tools: exportButtons(
           () => ({
             edits: store.state.edits,
-            steered: store.state.run.tokens,
-            plain: store.state.run.twin?.tokens,
+            steered: runOf(store.state, "steer").run.tokens,
+            plain: runOf(store.state, "steer").run.twin?.tokens,
           }),
           () => chatPython(store.state, messages(), active(store.state)),
         ),
@@ -352,8 +352,8 @@ export function steerPage(store) {
       );
     line.textContent = grammar(state.edits);
   });
-  store.on(["run", "pin", "tint", "benchError", "theme"], (state) => {
-    const { run } = state;
+  store.on(["run", "aside", "pin", "tint", "benchError", "theme"], (state) => {
+    const { run, pin: pinned } = runOf(state, "steer");
     if (state.benchError) {
       fill(result, fault(state.benchError));
       return;
@@ -371,7 +371,7 @@ export function steerPage(store) {
     const from = firstDifference(run),
       paint = document.documentElement.dataset.theme,
       pin = (twin) => (token) =>
-        store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin } });
+        store.set({ pin: { position: token.position, row: pinned?.row ?? 0, twin } });
     const differs = (token) =>
       from !== null &&
       token.position >= from &&
@@ -380,7 +380,7 @@ export function steerPage(store) {
     update(left, run.twin.tokens, {
       mode: state.tint,
       paint: `${paint}${from}`,
-      pinned: state.pin?.twin ? state.pin.position : null,
+      pinned: pinned?.twin ? pinned.position : null,
       onPin: pin(true),
       differsFrom: differs,
       name: "plain",
@@ -388,7 +388,7 @@ export function steerPage(store) {
     update(right, run.tokens, {
       mode: state.tint,
       paint: `${paint}${from}`,
-      pinned: state.pin && !state.pin.twin ? state.pin.position : null,
+      pinned: pinned && !pinned.twin ? pinned.position : null,
       onPin: pin(false),
       differsFrom: differs,
       name: "steered",

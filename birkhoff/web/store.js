@@ -56,3 +56,8 @@ export function tokensOf(run, twin = false) {
   const answer = twin ? (run.twin?.tokens ?? []) : run.tokens;
   return [...run.prompt, ...answer];
 }
+
+/** The order of features: densities, which "specific" needs, come with the descriptions of a dictionary. */
+export function orderOf({ saes, sae, featureOrder }) {
+  return saes?.find((s) => s.name === sae)?.described ? featureOrder : "strength";
+}

@@ -184,6 +184,17 @@ def test_names_of_what_ships_with_nano_work_as_paths_do(tmp_path, capfd):
     (tmp_path / "texts.txt").write_text("Once upon a time there was a fox who lived in a wood.\n")
     assert run(["sae", "eval", "nano", "--texts", str(tmp_path / "texts.txt"), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["explained_variance"] > 0.5
+    ask = ["sae", "active", "nano", "The dog ran to the sea.", "--k", "2"]
+    assert run([*ask, "--json"]) == 0
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert "".join(row["token"] for row in rows[1:]) == "The dog ran to the sea."
+    assert (
+        all(feature["label"] for row in rows for feature in row["features"])
+        and len(rows[-1]["features"]) == 2
+    )
+    assert run([*ask, "--order", "strength"]) == 0
+    shown = capfd.readouterr().out.splitlines()[-1].split("\t")[1]
+    assert shown.startswith("#") and not shown.startswith(f"#{rows[-1]['features'][0]['feature']} ")
     assert run(["sae", "export", "nano", "--out", str(tmp_path / "copy")]) == 0
     assert Sae.load(tmp_path / "copy").d_sae == Sae.load("nano").d_sae
 

@@ -1,4 +1,5 @@
-"""What went wrong on the page once, each as a user does it: branching, saving, capturing, pop-ups, ticks."""
+"""What went wrong on the page once, each as a user does it: branching, the bench in place of the chat, saving,
+capturing, pop-ups, ticks."""
 
 from __future__ import annotations
 
@@ -45,6 +46,47 @@ def test_branching_keeps_the_beginning_of_the_answer_and_sends_it(open_tab):
     sent = asked.value.post_data_json["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "user"]
     assert sent[1]["content"] == "".join(after).replace("⏎", "")
+    assert not tab.faults
+
+
+def test_the_bench_leaves_the_chat_alone(open_tab):
+    """Each page keeps its run and its pin; the next message goes on from the chat and not from the bench."""
+    tab = open_tab()
+    page = tab.page
+    set_length(tab, 12)
+    tab.ask("Tell me a story about a cat.")
+    answer = texts(tab)
+    page.locator(ANSWER).nth(3).click()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("[data-pin]:has-text('Pinned')")
+    pinned = page.inner_text("[data-pin]")
+    page.wait_for_selector(".edit", state="attached")
+    page.click("#tab-steer")
+    page.fill("#steer-prompt", "Tell me a story about a boat.")
+    page.click("#steer-run")
+    page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 5"
+    )
+    steered = page.locator('[data-strip="steered"] .tok').all_text_contents()
+    page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent !== {pinned!r}")
+    page.click("#tab-chat")
+    page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent === {pinned!r}")
+    assert texts(tab) == answer
+    assert page.locator(".conversation .message.user .text").all_inner_texts() == [
+        "Tell me a story about a cat."
+    ]
+    with page.expect_request(lambda r: "/v1/chat/completions" in r.url) as asked:
+        tab.ask("What happened next?", wait=False)
+    sent = asked.value.post_data_json["messages"]
+    assert [message["content"] for message in sent] == [
+        "Tell me a story about a cat.",
+        "".join(answer).replace("⏎", ""),
+        "What happened next?",
+    ]
+    page.click("#tab-steer")
+    assert page.locator('[data-strip="steered"] .tok').all_text_contents() == steered
+    tab.done()
     assert not tab.faults
 
 

@@ -114,6 +114,36 @@ def test_a_word_finds_features_and_a_clamp_leads_to_the_bench(open_tab):
     assert not tab.faults
 
 
+def test_features_are_ordered_by_how_specific_they_are(open_tab, server):
+    """Features of most tokens lead by strength on every token; the page asks for the other order and says so."""
+    tab = open_tab()
+    page = tab.page
+    short_answers(tab)
+
+    def asks(request) -> bool:
+        return request.method == "POST" and request.url.endswith("/v1/interp/features")
+
+    with page.expect_request(asks) as asked:
+        tab.ask("Tell me about the sea.")
+        page.click("#tab-features")
+    assert asked.value.post_data_json["order"] == "specific"
+    page.wait_for_selector('[data-panel="features"] .feature')
+    assert "features of most tokens come last" in page.inner_text('[data-panel="features"]')
+    with page.expect_request(asks) as asked:
+        page.select_option("[aria-label='order of features']", "strength")
+    body = asked.value.post_data_json
+    assert body["order"] == "strength"
+    density = {
+        order: [
+            token["features"][0]["density"]
+            for token in server.post("v1/interp/features", {**body, "order": order})["tokens"]
+        ]
+        for order in ("specific", "strength")
+    }
+    assert sum(density["specific"]) < sum(density["strength"]) / 2
+    assert not tab.faults
+
+
 def test_every_active_feature_of_a_text_has_a_label(open_tab, server):
     ids = server.post("tokenize", {"prompt": "The little dog ran to the sea and found a boat."})["tokens"]
     answer = server.post("v1/interp/features", {"sae": "nano", "token_ids": ids, "k": 32})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 
 import pytest
 from hypothesis import given
@@ -119,5 +120,24 @@ def test_an_engine_tells_about_features():
         engine.attach("nothing", sae, "full")
         with pytest.raises(SaeError, match="not described"):
             engine.feature("nothing", 3)
-        for token in engine.features("The little dog ran to the sea.", "mine", k=64):
+        text = "The little dog ran to the sea."
+        for token in engine.features(text, "mine", k=64):
             assert all(feature.label for feature in token)
+        strongest = engine.features(text, "mine", k=256, order="strength")
+        specific = engine.features(text, "mine", k=3)
+        described = sae_of(engine).descriptions
+        for all_of_token, first in zip(strongest, specific):
+            assert all_of_token == sorted(all_of_token, key=lambda hit: -hit.activation)
+            by_weight = sorted(
+                all_of_token, key=lambda hit: hit.activation * math.log(described[hit.feature].density)
+            )
+            assert first == by_weight[:3]
+        assert engine.features(text, "nothing", k=3) == [row[:3] for row in strongest]
+        with pytest.raises(OptionError, match="no descriptions"):
+            engine.features(text, "nothing", order="specific")
+        with pytest.raises(OptionError, match="order is 'loudest'"):
+            engine.features(text, "mine", order="loudest")
+
+
+def sae_of(engine) -> Sae:
+    return next(iter(engine.saes.registry["mine"].saes.values()))

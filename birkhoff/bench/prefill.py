@@ -8,6 +8,7 @@ chunk by class of kernel. `transformers`: the same prompt through a few layers o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ MIN_TIMES_BASELINE = 3  # speed relative to `transformers`, a few layers
 CLASSES = {
     "_packed_linear": "products",
     "_dequantise": "products",
+    "_fp8_product": "products",
     "nvjet": "products",
     "_topk_experts": "routing",
     "_count_pairs": "routing",
@@ -40,6 +42,12 @@ CLASSES = {
     "_down": "experts",
     "_sum_pairs": "experts",
     "_swiglu": "experts",
+    "prompt_gate_up": "experts",
+    "prompt_down": "experts",
+    "_quantise": "rounding",
+    "_fp8_round": "rounding",
+    "_hadamard_fp4": "rounding",
+    "_round_halves": "rounding",
     "_attend": "attention",
     "_score": "indexer",
     "_topk_entries": "indexer",
@@ -94,6 +102,10 @@ def speed_row(
         model.logits(hidden[-1:])
 
     ms = [span * 1e3 for span in cuda_seconds(prefill, rounds, warm=2)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    prefill()
+    launching = time.perf_counter() - began
     rate = summary([tokens / span * 1e3 for span in ms])
     operations = required_operations(config, tokens, behind)
     row: Row = {
@@ -102,6 +114,7 @@ def speed_row(
         "behind": behind,
         "layers": config.num_hidden_layers,
         "ms": summary(ms),
+        "host_ms": significant(launching * 1e3),
         "tokens_per_second": rate,
         "operations_a_token": significant(operations / tokens),
         "share_of_product_speed": significant(operations / matmul_speed / (summary(ms)["median"] * 1e-3)),
@@ -125,7 +138,9 @@ def profile_row(model: Transformer, batch: Batch, state: State) -> Row:
     }
 
 
-def against_transformers(layers: int, device: torch.device, tokens: int, matmul_speed: float) -> Row:
+def against_transformers(
+    layers: int, device: torch.device, tokens: int, matmul_speed: float, released: bool
+) -> Row:
     """Prefill through a few layers: `transformers` in bfloat16, ours in the released formats."""
     from birkhoff.bench import hf_baseline
 
@@ -134,7 +149,9 @@ def against_transformers(layers: int, device: torch.device, tokens: int, matmul_
     theirs = hf_baseline.prefill_ms(model_hf, tokens, 5)
     del model_hf
     release_memory()
-    row, *_ = speed_row(random_on_device(config, device, kernels="triton"), tokens, 0, 7, matmul_speed)
+    model = random_on_device(config, device, kernels="triton", released=released)
+    row, *_ = speed_row(model, tokens, 0, 7, matmul_speed)
+    del model
     times = theirs["ms"]["median"] / row["ms"]["median"]
     release_memory()
     return row | {
@@ -153,9 +170,9 @@ def two_layers() -> V4Config:
     )
 
 
-def site_rows(device: torch.device) -> Iterator[Row]:
+def site_rows(device: torch.device, released: bool = False) -> Iterator[Row]:
     """Every site of two full-width layers in prefill and in CUDA-graph decode steps, against the reference path."""
-    model = random_on_device(two_layers(), device, kernels="triton")
+    model = random_on_device(two_layers(), device, kernels="triton", released=released)
     yield from compare_sites(model, device, [2303, 127, 700, 5, 128, 129, 1000, 64], 2, 0.05, fast=None)
 
 
@@ -166,24 +183,27 @@ def bench_prefill(
     distinct: int = 38,
     baseline_layers: int = 6,
     rounds: int = 7,
+    released: bool = False,
 ) -> Iterator[Row]:
     """All rows. `distinct` layers have their own expert weights, the others share them; `baseline_layers` 0 skips the
-    comparison with `transformers`."""
+    comparison with `transformers`; `released` rounds activations as the released model does."""
     device = torch.device("cuda")
     matmul_speed = product_speed(device)
     common = {
         "bench": "prefill",
         "model": "synth flash",
+        "numerics": "released" if released else "plain",
         **device_facts(device),
         "read_bytes_per_second": significant(reading_speed(device)),
         "product_operations_per_second": significant(matmul_speed),
     }
-    for row in site_rows(device):
+    for row in site_rows(device, released):
         yield common | row
     release_memory()
     if baseline_layers:
-        yield common | against_transformers(baseline_layers, device, 4096, matmul_speed)
-    model = random_on_device(preset("flash", layers, False), device, distinct=distinct, kernels="triton")
+        yield common | against_transformers(baseline_layers, device, 4096, matmul_speed, released)
+    config = preset("flash", layers, False)
+    model = random_on_device(config, device, distinct=distinct, kernels="triton", released=released)
     for cached in behind:
         for chunk in chunks:
             row, batch, state = speed_row(model, chunk, cached, rounds, matmul_speed)

@@ -40,11 +40,12 @@ def random_on_device(
     kernels: Choice = "reference",
     mtp: bool = False,
     types: WeightTypes | None = None,
+    released: bool = False,
 ) -> Transformer:
     """A packed model with random weights; `distinct` layers have their own expert weights. `mtp` includes the MTP
-    block. `types` are by default those of the release."""
+    block. `types` are by default those of the release; `released` rounds activations as it does."""
     torch.manual_seed(seed)
-    numerics = Numerics(dtype, kernels=select(kernels))
+    numerics = Numerics(dtype, released, select(kernels))
     with torch.device("meta"):
         model = Transformer(config, numerics, packed=types is None, mtp=mtp).eval()
         if types is not None:

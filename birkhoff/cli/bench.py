@@ -13,6 +13,7 @@ from birkhoff.byte_size import format_bytes
 from birkhoff.cli.parsers import parse_token_count
 from birkhoff.cli.terminal import progress_bar
 from birkhoff.errors import OptionError
+from birkhoff.option_checks import check_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +37,10 @@ DistinctLayers = Annotated[
     int, typer.Option(help="Layers with their own expert weights, as many as fit the GPU; the rest share.")
 ]
 BaselineLayers = Annotated[int, typer.Option(help="Layers of the comparison with transformers; 0 skips it.")]
+
+Numerics = Annotated[
+    str, typer.Option(help="plain, or released: round activations as the released model does.")
+]
 
 
 @app.callback()
@@ -187,13 +192,18 @@ def prefill(
     layers: Layers = 43,
     distinct: DistinctLayers = 38,
     rival_layers: BaselineLayers = 6,
+    numerics: Numerics = "plain",
 ) -> None:
     """Prefill at full V4-Flash width on a GPU: checked at every site, timed, profiled; JSON lines."""
     _require_cuda()
     from birkhoff.bench.prefill import bench_prefill
     from birkhoff.bench.prefill_kernels import CHUNKS
 
-    _print_checked(bench_prefill(chunk or CHUNKS, behind or (0, 32768), layers, distinct, rival_layers))
+    check_choice("numerics", numerics, ("plain", "released"))
+    rows = bench_prefill(
+        chunk or CHUNKS, behind or (0, 32768), layers, distinct, rival_layers, released=numerics == "released"
+    )
+    _print_checked(rows)
 
 
 @app.command()
@@ -239,14 +249,15 @@ def load_command(
 
 
 @app.command()
-def sites() -> None:
+def sites(numerics: Numerics = "plain") -> None:
     """Check every hook site of two full-width layers on a GPU against the reference path; JSON lines."""
     _require_cuda()
     import torch
 
     from birkhoff.bench.prefill import site_rows
 
-    _print_checked(site_rows(torch.device("cuda")))
+    check_choice("numerics", numerics, ("plain", "released"))
+    _print_checked(site_rows(torch.device("cuda"), numerics == "released"))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from birkhoff.kernels import jit
+from birkhoff.kernels import jit, quant
 from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
 from birkhoff.kernels.compress import reference as compress_plain
@@ -44,7 +44,10 @@ class KernelSet:
     linear: Op
     arrange: Op  # packed matrices with a common input -> the weight that `packed_linear` takes
     packed_linear: Op
+    rounded_linear: Op
     dequantise: Op
+    fp8_round: Op
+    hadamard_fp4: Op
     rms_norm: Op
     rotate: Op
     mhc_prepare: Op
@@ -77,7 +80,10 @@ TWINS: dict[str, tuple[Op, Op]] = {
     "linear": (linear_plain.linear, linear_cpu.linear),
     "arrange": (PackedWeight.of, linear_cpu.arrange),
     "packed_linear": (linear_plain.packed_linear, linear_cpu.packed_linear),
+    "rounded_linear": (linear_plain.rounded_linear, linear_cpu.rounded_linear),
     "dequantise": (linear_plain.dequantise, linear_cpu.dequantise),
+    "fp8_round": (quant.fp8_round, quant.fp8_round),
+    "hadamard_fp4": (quant.hadamard_fp4, quant.hadamard_fp4),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_prepare": (mhc_plain.prepare, mhc_plain.prepare),
@@ -103,7 +109,7 @@ def select(choice: Choice) -> KernelSet:
         return KernelSet("reference", **{name: plain for name, (plain, _) in TWINS.items()})
     twins = {name: _while_inferring(plain, fast) for name, (plain, fast) in TWINS.items()}
     # These two are for weights as stored, which are read only while no gradient is recorded.
-    twins |= {name: TWINS[name][1] for name in ("arrange", "packed_linear", "dequantise")}
+    twins |= {name: TWINS[name][1] for name in ("arrange", "packed_linear", "rounded_linear", "dequantise")}
     return KernelSet("cpu", **twins)
 
 
@@ -113,10 +119,12 @@ def _triton() -> KernelSet:
     from birkhoff.kernels.experts import prefill as experts_prefill
     from birkhoff.kernels.experts import routing as experts_routing
     from birkhoff.kernels.index import prefill as index_prefill
+    from birkhoff.kernels.linear import fp8 as linear_fp8
     from birkhoff.kernels.linear import prefill as linear_prefill
     from birkhoff.kernels.mhc import decode as mhc_decode
     from birkhoff.kernels.mhc import prefill as mhc_prefill
     from birkhoff.kernels.norm import prefill as norm_prefill
+    from birkhoff.kernels.quant import device as quant_device
     from birkhoff.kernels.rope import prefill as rope_prefill
 
     plain = {name: twin for name, (twin, _) in TWINS.items()}
@@ -125,6 +133,9 @@ def _triton() -> KernelSet:
         "mhc_read": _for_four_streams(plain["mhc_read"], mhc_prefill.read),
         "mhc_write": _for_four_streams(plain["mhc_write"], mhc_decode.write),
         "packed_linear": linear_prefill.packed_linear,
+        "rounded_linear": linear_fp8.rounded_linear,
+        "fp8_round": quant_device.fp8_round,
+        "hadamard_fp4": quant_device.hadamard_fp4,
         "rms_norm": norm_prefill.rms_norm,
         "rotate": rope_prefill.rotate,
         "attend": attend_prefill.attend,

@@ -124,7 +124,6 @@ class Attention(nn.Module):
             isinstance(state, LayerState)
             and batch.one_chunk_per_slot
             and self.kernels.on_gpu
-            and not self.numerics.released
             and not torch.is_grad_enabled()
             and self.powers_of_two
         )

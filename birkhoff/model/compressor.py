@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.kernels.compress import pool
+from birkhoff.kernels.compress import Rounding, pool
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.rope import Rope
@@ -76,7 +76,15 @@ class Compressor(nn.Module):
             phases.cos,
             phases.sin,
             self.norm.eps,
+            self.rounding,
         )
+
+    @property
+    def rounding(self) -> Rounding:
+        """How entries are rounded before they are stored."""
+        if not self.numerics.released:
+            return "none"
+        return "index" if self.kind == INDEX else "key"
 
     def _position_bias(self, group: Group) -> torch.Tensor:
         """Position biases for the gates, zeros for the values."""

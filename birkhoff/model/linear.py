@@ -20,13 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from birkhoff.kernels import quant
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "bf16", "f32"]
 ACTIVATION_GROUP = 128
+KEY_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,15 @@ class Numerics:
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """Round the input of an FP8 or FP4 linear layer."""
-        return quant.fp8_round(x, ACTIVATION_GROUP) if self.released else x
+        return self.kernels.fp8_round(x, ACTIVATION_GROUP) if self.released else x
 
     def round_key(self, key: torch.Tensor, rope_dim: int) -> torch.Tensor:
         """Round what enters the key cache to FP8 in groups of 64; the rotary channels are kept as they are."""
-        if not self.released or key.shape[-1] == rope_dim:
-            return key
-        return torch.cat((quant.fp8_round(key[..., :-rope_dim], 64), key[..., -rope_dim:]), dim=-1)
+        return self.kernels.fp8_round(key, KEY_GROUP, rope_dim) if self.released else key
 
     def round_index(self, x: torch.Tensor) -> torch.Tensor:
         """Round indexer queries and keys: a Hadamard transform, then FP4 in groups of 32."""
-        return quant.fp4_round(quant.hadamard(x), 32) if self.released else x
+        return self.kernels.hadamard_fp4(x) if self.released else x
 
 
 class Linear(nn.Module):
@@ -170,9 +168,12 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels = self.numerics.kernels
+        y: torch.Tensor
+        if self.rounds_input and self.packed and self.reads_codes:
+            y = kernels.rounded_linear(x, self.packed_weight(), self.numerics.dtype)
+            return y
         if self.rounds_input:
             x = self.numerics.round_input(x)
-        y: torch.Tensor
         if self.reads_codes:
             dtype = torch.float32 if self.role == "f32" else self.numerics.dtype
             y = kernels.packed_linear(x, self.packed_weight(), None, dtype)

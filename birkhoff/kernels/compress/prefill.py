@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.compress.decode import _rms_norm
+from birkhoff.kernels.compress.reference import Rounding
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.quant.device import round_index, round_key
 from birkhoff.kernels.rope.decode import rope
 from birkhoff.kernels.row_index import RowIndex
 
@@ -38,6 +40,7 @@ def _compress(
     WIDTH: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     ITEMS: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row).to(tl.int32)
@@ -76,6 +79,10 @@ def _compress(
         at_phase = row * (ROPE_DIM // 2)
         entry = _rms_norm(total / weight_sum, norm, eps, WIDTH, dtype)
         entry = rope(entry, cos + at_phase, sin + at_phase, WIDTH, ROPE_DIM, 1)
+        if ROUNDING == "key":
+            entry = round_key(entry.to(dtype).to(tl.float32), WIDTH, ROPE_DIM)
+        elif ROUNDING == "index":
+            entry = round_index(entry.to(dtype).to(tl.float32), WIDTH, dtype)
         index = position // RATIO
         PER_PAGE: tl.constexpr = 128 // RATIO
         page = tl.load(table + slot * table_stride + index // PER_PAGE)
@@ -93,6 +100,7 @@ def compress_blocks(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
+    rounding: Rounding = "none",
 ) -> None:
     ratio, width = len(ape), pages.shape[2]
     assert raw.stride(1) == 1 and width == power_of_two(width)
@@ -116,6 +124,7 @@ def compress_blocks(
         WIDTH=width,
         ROPE_DIM=2 * cos.shape[-1],
         ITEMS=8 if ratio == 4 else 16,
+        ROUNDING=rounding,
         num_warps=4 if ratio != 128 else 8,
     )
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from birkhoff.kernels import quant
 from birkhoff.kernels.norm.reference import rms_norm
 from birkhoff.kernels.rope.reference import Phases, rotate
 from birkhoff.kernels.row_index import RowIndex
+
+Rounding = Literal["none", "key", "index"]
+KEY_GROUP = 64
 
 
 def pool(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -24,6 +30,7 @@ def compress_blocks(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
+    rounding: Rounding = "none",
 ) -> None:
     ratio, width, per_page = len(ape), pages.shape[2], pages.shape[1]
     overlap = 2 if ratio == 4 else 1
@@ -44,6 +51,10 @@ def compress_blocks(
             values, gates = (torch.cat((part[old, :width], part[new, width:])) for part in (values, gates))
         entry = rms_norm(pool(values, gates).to(pages.dtype).unsqueeze(0), norm, eps)
         entry = rotate(entry, Phases(cos[row : row + 1], sin[row : row + 1]))[0]
+        if rounding == "key":
+            entry = quant.fp8_round(entry, KEY_GROUP, 2 * cos.shape[-1])
+        elif rounding == "index":
+            entry = quant.hadamard_fp4(entry)
         index = position // ratio
         pages[table[slot, index // per_page], index % per_page] = entry.to(pages.dtype)
 

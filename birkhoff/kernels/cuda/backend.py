@@ -74,7 +74,7 @@ def scale_offset(scales: torch.Tensor) -> int | None:
 
 
 @lru_cache
-def _compiled(file: str, device: torch.device) -> Module:
+def compiled_module(file: str, device: torch.device) -> Module:
     """The module of one source; compiled once per process and device, since it takes seconds."""
     nvrtc = find_nvrtc()
     assert nvrtc is not None
@@ -92,7 +92,7 @@ class CudaBackend:
         self.pdl = pdl
         stems = ("gemv", "experts", "mhc", "route", "topk", "attend")
         with ThreadPoolExecutor(len(stems)) as pool:  # NVRTC takes seconds per source
-            modules = pool.map(lambda stem: _compiled(f"{stem}.cu", device), stems)
+            modules = pool.map(lambda stem: compiled_module(f"{stem}.cu", device), stems)
             self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules
 
     def gemv(

@@ -62,6 +62,12 @@ def cached_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) ->
     return cubin
 
 
+def architecture(path: Path, capability: tuple[int, int]) -> str:
+    """The target of a source: sources that include `wgmma.cuh` use instructions of one architecture only."""
+    own = "a" if '#include "wgmma.cuh"' in path.read_text() else ""
+    return f"sm_{capability[0]}{capability[1]}{own}"
+
+
 def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
     """Compile one source to machine code; it may include the headers of its folder."""
     program = c_void_p()
@@ -72,7 +78,7 @@ def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -
     )
     _check(status, "nvrtcCreateProgram")
     options = [
-        f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
+        f"--gpu-architecture={architecture(path, capability)}".encode(),
         b"--std=c++17",
         b"-default-device",
     ]

@@ -22,12 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.experts import block_types, reference
+from birkhoff.kernels.cuda import prompt_experts as cuda
+from birkhoff.kernels.experts import block_types, fp8, reference
 from birkhoff.kernels.experts.decode import _dot_even_odd, _swiglu
 from birkhoff.kernels.experts.reference import Stack
 from birkhoff.kernels.experts.routing import plan
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.linear.fp8 import has_fp8
 from birkhoff.kernels.packed.unpack import decode_e2m1, decode_e8m0
+from birkhoff.kernels.quant.device import fp8_groups, quantise_fp8
 
 BLOCKS = (16, 32, 64, 128)  # tokens per block
 
@@ -90,6 +93,28 @@ def deinterleave(x: torch.Tensor) -> torch.Tensor:
     if len(x):
         _deinterleave[(len(x), -(-half // block))](x, out, half, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _round_halves(z, rows, half, GROUPS: tl.constexpr):
+    """Round rows whose even columns come before the odd ones, in groups of 128 columns: 64 in each half."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    c = tl.arange(0, 128)
+    h = g[:, None] * 64 + (c % 64)[None, :]
+    at = z + row * 2 * half + (c // 64)[None, :] * half + h
+    v = tl.load(at, mask=h < half, other=0.0).to(tl.float32)
+    tl.store(at, fp8_groups(v).to(z.dtype.element_ty), mask=h < half)
+
+
+def _round_deinterleaved(z: torch.Tensor) -> None:
+    """Round deinterleaved rows z [n, d] in place, as `round_input` does in their natural order."""
+    groups = -(-z.shape[1] // 128)
+    per_program = min(16, power_of_two(groups))
+    if len(z):
+        _round_halves[(len(z), -(-groups // per_program))](
+            z, len(z), z.shape[1] // 2, GROUPS=per_program, num_warps=4
+        )
 
 
 @triton.jit
@@ -359,7 +384,7 @@ def experts(
     size: int | None = None,
 ) -> torch.Tensor:
     """`size`: tokens per block (default: by the number of pairs)."""
-    if stack.batches is None or round_input is not None:
+    if stack.batches is None:
         return reference.experts(x, ids, weights, stack, limit, round_input, shared)
     count, topk = ids.shape
     size = size or block_size(count * topk, stack.count)
@@ -367,18 +392,38 @@ def experts(
     z = torch.empty(count * topk, stack.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(count * topk, x.shape[1], dtype=x.dtype, device=x.device)
     weights = weights.contiguous()
-    if stack.types is not None and any(kind.name != "FP4" for kind in stack.types):
+    packed_fp4 = stack.types is None or all(kind.name == "FP4" for kind in stack.types)
+    rounds = round_input is not None
+    if rounds and packed_fp4 and fp8.takes(x.dtype, x.shape[1], stack.inner) and has_fp8(x):
+        by_cuda = cuda.supports(x, stack.inner)
+        inputs = quantise_fp8(x.contiguous(), "fragments" if by_cuda else "halves")
+        for ready, addresses in stack.batches():
+            own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
+            if by_cuda:
+                middle = cuda.gate_up(*inputs, addresses, own_blocks, order, weights, stack.inner, limit)
+                cuda.down(*middle, addresses, own_blocks, order, y)
+            else:
+                fp8.gate_up(*inputs, addresses, own_blocks, order, weights, z, limit, size)
+                fp8.down(*quantise_fp8(z, "halves"), addresses, own_blocks, order, y, size)
+        return sum_pairs(y, topk, shared)
+    if round_input is not None:
+        x = round_input(x)
+    if not packed_fp4:
+        assert stack.types is not None
         gated, summed = stack.types
         config = block_types.tile_config(size, x.dtype is torch.float32, decoding=False)
         x, y = x.contiguous(), y.view(count, topk, -1)
         for ready, addresses in stack.batches():
             own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
             block_types.gate_up(gated, x, addresses, own_blocks, order, weights, z, limit, config)
+            z = z if round_input is None else round_input(z)
             block_types.down(summed, z, addresses, own_blocks, order, y, topk, config)
         return sum_pairs(y.flatten(0, 1), topk, shared)
     inputs = deinterleave(x)
     for ready, addresses in stack.batches():
         own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
         gate_up(inputs, addresses, own_blocks, order, weights, z, limit, size)
+        if round_input is not None:
+            _round_deinterleaved(z)
         down(z, addresses, own_blocks, order, y, size)
     return sum_pairs(y, topk, shared)

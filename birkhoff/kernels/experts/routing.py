@@ -1,7 +1,7 @@
 """Routing of the many rows of a prompt on a GPU: expert selection, and (token, choice) pairs sorted by expert.
 
 `route` is the twin of the one in `reference.py`. `plan` sorts (token, choice) pairs by expert and divides the pairs of
-each expert into blocks of equal size, on the device and without synchronisation: block b is expert `blocks[b, 0]` with
+each expert into blocks of at most that size, on the device and without synchronisation: block b is expert `blocks[b, 0]` with
 pairs `order[f : f + blocks[b, 2]]`, `f = blocks[b, 1]`; blocks in use come first. One program per expert scans all
 pairs twice: to count its own, then to store them after those of the preceding experts.
 """
@@ -127,13 +127,16 @@ def _sort_pairs(
         tl.store(order + at + rank - 1, p, mask=is_expert)
         at += tl.sum(is_expert.to(tl.int32), axis=0)
     own_blocks = (count + size - 1) // size
+    # blocks of equal length: a last one of few tokens would take as long as a full one
+    length = (count + own_blocks - 1) // tl.maximum(own_blocks, 1)
+    length = tl.minimum((length + 15) // 16 * 16, size)
     block = tl.sum(tl.where(e < expert, expert_blocks, 0), axis=0)
     for start in range(0, own_blocks, BLOCKS):
         b = start + tl.arange(0, BLOCKS)
         into = blocks + (block + b) * 4
         tl.store(into, tl.zeros_like(b) + expert, mask=b < own_blocks)
-        tl.store(into + 1, first + b * size, mask=b < own_blocks)
-        tl.store(into + 2, tl.minimum(count - b * size, size), mask=b < own_blocks)
+        tl.store(into + 1, first + b * length, mask=b < own_blocks)
+        tl.store(into + 2, tl.minimum(count - b * length, length), mask=b < own_blocks)
         tl.store(into + 3, tl.zeros_like(b), mask=b < own_blocks)
     if expert == experts - 1:  # unused blocks are empty
         for start in range(block + own_blocks, max_blocks, BLOCKS):

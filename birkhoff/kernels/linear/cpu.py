@@ -16,8 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from birkhoff.kernels import quant
 from birkhoff.kernels.jit import compiled
 from birkhoff.kernels.linear import reference
+from birkhoff.kernels.linear.packed import BLOCK
 from birkhoff.kernels.packed import PackedMatrix, native
 
 MAX_LOOP_ROWS = 12  # rows up to which the loops are faster
@@ -88,6 +90,10 @@ def packed_linear(
 ) -> torch.Tensor:
     y = weight(x.float()) if group is None else weight.grouped(x.float(), group)
     return y.to(dtype or x.dtype)
+
+
+def rounded_linear(x: torch.Tensor, weight: native.Product, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return packed_linear(quant.fp8_round(x, BLOCK), weight, None, dtype or x.dtype)
 
 
 def dequantise(matrix: PackedMatrix) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from birkhoff.kernels.packed import PackedMatrix, PackedType, dequantise
+from birkhoff.kernels.quant import decode_e8m0
 
 BLOCK = 128
 
@@ -21,12 +22,14 @@ BLOCK = 128
 @dataclass(frozen=True)
 class PackedWeight:
     """One matrix `[out, in]`: floats, uint8 E4M3 codes with `scale` [in / 128, out], or rows of bytes of a `type` with
-    `columns` columns."""
+    `columns` columns. `tile_scale` are the scales of E4M3 codes as stored, if every 128 rows have common ones:
+    [out / 128, in / 128] float32, for products on FP8 tensor cores."""
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     type: PackedType | None = None
     columns: int = 0
+    tile_scale: torch.Tensor | None = None
 
     @property
     def out(self) -> int:
@@ -67,7 +70,9 @@ class PackedWeight:
         """Stack (codes [out, in], scale [out / 128, in / 128]) pairs; the codes of a single matrix are not copied."""
         codes = [c.view(torch.uint8) for c, _ in parts]
         scales = [s.view(torch.uint8).repeat_interleave(BLOCK, 0)[: len(c)] for c, s in parts]
-        return cls(stack_rows(codes), torch.cat(scales).T.contiguous())
+        whole = all(len(c) % BLOCK == 0 and c.shape[1] % BLOCK == 0 for c in codes)
+        tiles = decode_e8m0(torch.cat([s.view(torch.uint8) for _, s in parts])) if whole else None
+        return cls(stack_rows(codes), torch.cat(scales).T.contiguous(), tile_scale=tiles)
 
     @classmethod
     def of(cls, matrices: Sequence[PackedMatrix]) -> PackedWeight:
@@ -89,7 +94,10 @@ class PackedWeight:
             return first
         scales = [part.scale for part in parts if part.scale is not None]
         scale = torch.cat(scales, dim=1 if first.is_fp8 else 0) if scales else None
-        return cls(torch.cat([part.weight for part in parts]), scale, first.type, first.columns)
+        tiles = [part.tile_scale for part in parts if part.tile_scale is not None]
+        tile_scale = torch.cat(tiles) if len(tiles) == len(parts) else None
+        codes = torch.cat([part.weight for part in parts])
+        return cls(codes, scale, first.type, first.columns, tile_scale)
 
     @classmethod
     def plain(cls, parts: Sequence[torch.Tensor]) -> PackedWeight:

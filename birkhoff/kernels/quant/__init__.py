@@ -5,13 +5,16 @@
     partial dequant_fp4(codes, scale)      E2M1 pairs [out, in/2], E8M0 [out, in/32] -> float32 [out, in]
     quant_fp8(weight)              -> float8_e4m3fn codes, uint8 scale; the inverse of dequant_fp8
     quant_fp4(weight)              -> uint8 codes, uint8 scale; the inverse of dequant_fp4
-    fp8_round(x, group)            round each group of the last axis to E4M3 times one power of two; keeps the dtype
+    fp8_round(x, group, keep=0)    round each group of the last axis to E4M3 times one power of two; keeps the dtype,
+                                   and the last `keep` channels as they are
     fp4_round(x, group=32)         as fp8_round, with E2M1
+    hadamard_fp4(x)                fp4_round(hadamard(x))
     hadamard(x)                    orthogonal Walsh-Hadamard of the last axis, Sylvester order; keeps the dtype
 
 Each is exact up to the one rounding in its name: scales are powers of two built from float32 bits, so no logarithm or
 division can change a value. Rounding is to nearest, ties to even. None of them is differentiable.
-Rows are independent of each other, so results do not depend on the batch.
+Rows are independent of each other, so results do not depend on the batch. Twins for a GPU, and the quantisation of
+inputs of FP8 tensor cores: `device.py`.
 """
 
 from birkhoff.kernels.quant.reference import (
@@ -21,6 +24,7 @@ from birkhoff.kernels.quant.reference import (
     fp4_round,
     fp8_round,
     hadamard,
+    hadamard_fp4,
     quant_fp4,
     quant_fp8,
 )
@@ -32,6 +36,7 @@ __all__ = [
     "fp4_round",
     "fp8_round",
     "hadamard",
+    "hadamard_fp4",
     "quant_fp4",
     "quant_fp8",
 ]

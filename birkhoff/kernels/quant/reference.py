@@ -109,8 +109,13 @@ def quant_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4), (exponent + 127).to(torch.uint8)
 
 
-def fp8_round(x: Tensor, group: int) -> Tensor:
-    """Round groups of the last axis to E4M3 times a power of two; the last group may be short."""
+def fp8_round(x: Tensor, group: int, keep: int = 0) -> Tensor:
+    """Round groups of the last axis to E4M3 times a power of two, except its last `keep` channels; the last group may
+    be short."""
+    if keep:
+        if keep >= x.shape[-1]:
+            return x
+        return torch.cat((fp8_round(x[..., :-keep], group), x[..., -keep:]), dim=-1)
     groups = _grouped(x, group)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min_(1e-4)
     exponent = _ceil_log2_ratio(amax, _FP8_MAX)
@@ -142,6 +147,11 @@ def hadamard(x: Tensor) -> Tensor:
         y = torch.stack((upper + lower, upper - lower), -2)
         half *= 2
     return y.reshape(x.shape).mul(width**-0.5).to(x.dtype)
+
+
+def hadamard_fp4(x: Tensor) -> Tensor:
+    """The Hadamard transform, then FP4 in groups of 32: what indexer queries and keys are rounded to."""
+    return fp4_round(hadamard(x), FP4_GROUP)
 
 
 def _decode_e2m1_pairs(codes: Tensor) -> Tensor:

@@ -1,0 +1,206 @@
+"""Rounding of activations on a GPU, as the released numerics do it: one launch each, exact to the bit of the plain twins.
+
+    fp8_round(x, group, keep=0)    twin of `reference.fp8_round`
+    hadamard_fp4(x)                `fp4_round(hadamard(x))`; sums in another order than the plain twin, so that a value
+                                   next to a tie may differ by one step
+    quantise_fp8(x, order)         E4M3 codes [n, width] and their scales [width / 128, n], for products on FP8 tensor
+                                   cores; `order` is the order of the columns within each 128 (`ORDERS`)
+
+Rounding uses integer arithmetic on float32 bits, so it needs no FP8 hardware.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from birkhoff.kernels.gpu import power_of_two
+
+GROUP = 128  # columns that share a scale
+Order = Literal["natural", "halves", "fragments"]
+ORDERS: dict[Order, int] = {
+    "natural": 0,
+    # Triton kernels decode eight FP4 codes at a time, the first four to one tile and the others to a second one.
+    "halves": 1,
+    # CUDA kernels decode the operands of matrix instructions in registers: a thread has one scale group of 32 columns.
+    "fragments": 2,
+}
+
+
+@triton.jit
+def round_e4m3(v):
+    """The nearest E4M3 value (ties to even) of float32 |v| <= 448."""
+    bits = v.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    subnormal = (v + 24576.0) - 24576.0  # float32 has a step of 2^-9 there
+    return tl.where(tl.abs(v) < 0.015625, subnormal, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def round_e2m1(v):
+    """The nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 (ties to even codes) of float32 |v| <= 6."""
+    magnitude = tl.abs(v)
+    inverse = tl.where(magnitude < 2.0, 2.0, tl.where(magnitude < 4.0, 1.0, 0.5))
+    step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
+    return ((v * inverse + 12582912.0) - 12582912.0) * step
+
+
+@triton.jit
+def power(exponent):
+    """2^exponent as float32, for exponents -126..127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_e4m3(amax):
+    """ceil(log2(amax / 448)) of the largest magnitude of a group."""
+    bits = tl.maximum(amax, 1e-4).to(tl.int32, bitcast=True)
+    return (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+
+
+@triton.jit
+def exponent_e2m1(amax):
+    """ceil(log2(amax / 6)) of the largest magnitude of a group."""
+    bits = tl.maximum(amax, 7.052966104933725e-38).to(tl.int32, bitcast=True)  # 6 * 2^-126
+    return (bits >> 23) - 129 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
+
+
+@triton.jit
+def fp8_groups(v):
+    """Round float32 [groups, columns] to E4M3 times a power of two per group."""
+    exponent = exponent_e4m3(tl.max(tl.abs(v), axis=1))
+    return round_e4m3(v * power(-exponent)[:, None]) * power(exponent)[:, None]
+
+
+@triton.jit
+def fp4_groups(v):
+    """Round float32 [groups, columns] to E2M1 times a power of two per group."""
+    exponent = exponent_e2m1(tl.max(tl.abs(v), axis=1))
+    return round_e2m1(v * power(-exponent)[:, None]) * power(exponent)[:, None]
+
+
+@triton.jit
+def round_key(v, WIDTH: tl.constexpr, KEEP: tl.constexpr):
+    """A float32 key [WIDTH] with all but its last KEEP channels rounded in groups of 64."""
+    if KEEP >= WIDTH:
+        return v
+    GROUPS: tl.constexpr = (WIDTH + 63) // 64
+    SIZE: tl.constexpr = WIDTH // GROUPS
+    c = tl.reshape(tl.arange(0, WIDTH), [GROUPS, SIZE])
+    grouped = tl.reshape(v, [GROUPS, SIZE])
+    rounded = fp8_groups(tl.where(c < WIDTH - KEEP, grouped, 0.0))
+    return tl.reshape(tl.where(c < WIDTH - KEEP, rounded, grouped), [WIDTH])
+
+
+@triton.jit
+def round_index(v, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """A float32 row [WIDTH] after the Hadamard transform, rounded to `dtype`, then to FP4 in groups of 32."""
+    i = tl.arange(0, WIDTH)
+    matrix = hadamard_signs(i[:, None] & i[None, :])
+    y = tl.sum(matrix * v[None, :], axis=1) * (WIDTH**-0.5)
+    y = y.to(dtype).to(tl.float32)
+    SIZE: tl.constexpr = 32 if WIDTH >= 32 else WIDTH
+    return tl.reshape(fp4_groups(tl.reshape(y, [WIDTH // SIZE, SIZE])), [WIDTH])
+
+
+@triton.jit
+def hadamard_signs(both):
+    """Entries of the Walsh-Hadamard matrix by the common bits of row and column: +1 or -1, float32."""
+    both ^= both >> 8
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    return 1.0 - 2.0 * (both & 1).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["items"])
+def _fp8_round(x, out, items, groups, width, rounded, GROUP: tl.constexpr, ITEMS: tl.constexpr):
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    column = (item % groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at = (item // groups).to(tl.int64)[:, None] * width + column
+    tile = (item < items)[:, None] & (column < width)
+    v = tl.load(x + at, mask=tile, other=0.0).to(tl.float32)
+    inside = column < rounded
+    v = tl.where(inside, fp8_groups(tl.where(inside, v, 0.0)), v)
+    tl.store(out + at, v.to(out.dtype.element_ty), mask=tile)
+
+
+def fp8_round(x: torch.Tensor, group: int, keep: int = 0) -> torch.Tensor:
+    x = x.contiguous()
+    width = x.shape[-1]
+    if keep >= width or not x.numel():
+        return x
+    assert group == power_of_two(group), f"groups of {group}"
+    out = torch.empty_like(x)
+    groups = -(-width // group)
+    items = x.numel() // width * groups
+    per_program = max(1, 2048 // group)
+    _fp8_round[(-(-items // per_program),)](
+        x, out, items, groups, width, width - keep, GROUP=group, ITEMS=per_program, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hadamard_fp4(x, out, rows, WIDTH: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr):
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    at = r[:, None] * WIDTH + i[None, :]
+    v = tl.load(x + at, mask=(r < rows)[:, None], other=0.0)
+    matrix = hadamard_signs(i[:, None] & i[None, :])
+    if FP32:
+        y = tl.dot(v, matrix, input_precision="ieee")
+    else:
+        y = tl.dot(v, matrix.to(v.dtype))
+    y = (y * (WIDTH**-0.5)).to(v.dtype).to(tl.float32)
+    SIZE: tl.constexpr = 32 if WIDTH >= 32 else WIDTH
+    y = tl.reshape(fp4_groups(tl.reshape(y, [ROWS * (WIDTH // SIZE), SIZE])), [ROWS, WIDTH])
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=(r < rows)[:, None])
+
+
+def hadamard_fp4(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    assert width == power_of_two(width, 16), f"a Hadamard transform of {width} columns"
+    rows = x.numel() // width
+    if rows:
+        _hadamard_fp4[(-(-rows // 64),)](
+            x, out, rows, WIDTH=width, FP32=x.dtype is torch.float32, ROWS=64, num_warps=4
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantise(x, codes, scales, rows, width, x_stride, ORDER: tl.constexpr, ROWS: tl.constexpr):
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    block = tl.program_id(1)
+    c = tl.arange(0, 128)
+    inside = (r < rows)[:, None] & (block * 128 + c < width)[None, :]
+    v = tl.load(x + r[:, None] * x_stride + (block * 128 + c)[None, :], mask=inside, other=0.0).to(tl.float32)
+    exponent = exponent_e4m3(tl.max(tl.abs(v), axis=1))
+    code = round_e4m3(v * power(-exponent)[:, None]).to(tl.float8e4nv)
+    place = c
+    if ORDER == 1:
+        place = ((c // 4) % 2) * 64 + (c // 8) * 4 + c % 4
+    elif ORDER == 2:
+        place = ((c // 8) % 4) * 32 + ((c // 4) % 2) * 16 + (c // 32) * 4 + c % 4
+    tl.store(codes + r[:, None] * width + (block * 128 + place)[None, :], code, mask=inside)
+    tl.store(scales + block * rows + r, power(exponent), mask=r < rows)
+
+
+def quantise_fp8(x: torch.Tensor, order: Order = "natural") -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, width], rows at any distance -> codes [n, width], scales [ceil(width / 128), n] float32. The value of a
+    column is its code times the scale of its 128 columns; other orders than the natural one need whole groups."""
+    n, width = x.shape
+    assert x.stride(1) == 1 and (order == "natural" or width % GROUP == 0)
+    blocks = -(-width // GROUP)
+    codes = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(blocks, n, dtype=torch.float32, device=x.device)
+    if n:
+        _quantise[(-(-n // 16), blocks)](
+            x, codes, scales, n, width, x.stride(0), ORDER=ORDERS[order], ROWS=16, num_warps=4
+        )
+    return codes, scales

@@ -103,7 +103,7 @@ def _runs_packed(options: EngineOptions, kernels: Choice, checkpoint: Checkpoint
     if options.weights == "dense":
         return False
     if kernels == "triton":
-        packed = options.numerics == "plain" and experts_as_stored(checkpoint, dtype)
+        packed = experts_as_stored(checkpoint, dtype)
     else:
         packed = (
             kernels == "cpu"
@@ -113,7 +113,7 @@ def _runs_packed(options: EngineOptions, kernels: Choice, checkpoint: Checkpoint
         )
     if options.weights == "packed" and not packed:
         raise OptionError(
-            "weights is 'packed', which needs plain numerics and on a CPU float32, Numba and a C++ compiler, on a GPU "
+            "weights is 'packed', which needs on a CPU plain numerics, float32, Numba and a C++ compiler, on a GPU "
             "Triton and experts whose gate and up have one type that kernels read. Use weights='auto'."
         )
     return packed

@@ -124,6 +124,21 @@ def test_mxfp4_is_loaded_in_the_order_of_fp4(plain, tmp_path):
             assert torch.equal(matrix.dense().cpu(), read_values(checkpoint, name, 0, matrix.rows))
 
 
+def test_released_numerics_run_packed(tmp_path):
+    """The same rounding as the plain path, with weights as stored. A value next to a tie may be rounded the other way."""
+    write_released(tmp_path / "m", CONFIG, RandomRows(CONFIG, 5))
+    with birkhoff.load(tmp_path / "m", numerics="released", **OPTIONS) as packed:
+        assert packed.model.packed and packed.model.numerics.released
+        tokens, logprobs = answer(packed)
+    asked = {"device": "cpu", "cache_bytes": 32 << 20, "speculative": False, "kernels": "reference"}
+    found = {}
+    for numerics in ("released", "plain"):
+        with birkhoff.load(tmp_path / "m", numerics=numerics, **asked) as expanded:
+            found[numerics] = answer(expanded)
+    assert tokens == found["released"][0] and logprobs == pytest.approx(found["released"][1], abs=2e-3)
+    assert found["plain"][1] != pytest.approx(found["released"][1], abs=2e-3)
+
+
 @pytest.mark.parametrize("dense, experts", scaled([("fp8", "fp8"), ("bf16", "bf16")], [("fp8", "fp8")]))
 def test_directories_run_packed(tmp_path, dense, experts):
     rows = RandomRows(CONFIG, 5, dense, experts)

@@ -1,4 +1,4 @@
-"""Rounding on a GPU and products on FP8 tensor cores against their plain twins, in Triton's interpreter without a GPU."""
+"""Rounding on a GPU and products on FP8 tensor cores against their plain twins; in Triton's interpreter if no GPU."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ the gates of all items; float32. A gate of minus infinity excludes its item.
 Prefill, for chunks of several sequences at once (`rows: RowIndex`); a ring keeps row `position mod size` of each slot,
 raw rows are values beside gates, and the gates in a ring include their position bias `ape [ratio, ...]`:
 `compress_blocks(raw [n, w], ape, norm [c], ring [slots, R, w], pages [P, entries per page, c], table [slots, pages],
-        rows, cos, sin [n, r/2], eps, rounding)`: pools, normalises and rotates the block that ends at a row and writes its page;
-cos and sin are those of the first position of the row's block. `rounding` is that of the released numerics: "key" (FP8
-in groups of 64, except the rotated channels), "index" (Hadamard transform, then FP4) or "none".
+        rows, cos, sin [n, r/2], eps, rounding="none")`: pools, normalises and rotates the block that ends at a row and
+writes its page; cos and sin are those of the first position of the row's block. `rounding` is that of the released
+numerics: "key" (FP8 in groups of 64, except the rotated channels), "index" (Hadamard transform, then FP4) or "none".
 `store_rows(values [n, w], ring, rows, ape | None)`: writes the last rows of every chunk to the ring.
 `gather_rows(values, ring, slots, positions, sources, ape | None) -> [k, w]`: rows as the ring keeps them, from row
 `sources[i]` of the step or, where that is -1, from the ring.

@@ -396,14 +396,14 @@ def experts(
     rounds = round_input is not None
     if rounds and packed_fp4 and fp8.takes(x.dtype, x.shape[1], stack.inner) and has_fp8(x):
         by_cuda = cuda.supports(x, stack.inner)
-        inputs = quantise_fp8(x.contiguous(), "fragments" if by_cuda else "halves")
+        quantised = quantise_fp8(x.contiguous(), "fragments" if by_cuda else "halves")
         for ready, addresses in stack.batches():
             own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
             if by_cuda:
-                middle = cuda.gate_up(*inputs, addresses, own_blocks, order, weights, stack.inner, limit)
+                middle = cuda.gate_up(*quantised, addresses, own_blocks, order, weights, stack.inner, limit)
                 cuda.down(*middle, addresses, own_blocks, order, y)
             else:
-                fp8.gate_up(*inputs, addresses, own_blocks, order, weights, z, limit, size)
+                fp8.gate_up(*quantised, addresses, own_blocks, order, weights, z, limit, size)
                 fp8.down(*quantise_fp8(z, "halves"), addresses, own_blocks, order, y, size)
         return sum_pairs(y, topk, shared)
     if round_input is not None:

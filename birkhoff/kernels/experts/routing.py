@@ -1,9 +1,9 @@
 """Routing of the many rows of a prompt on a GPU: expert selection, and (token, choice) pairs sorted by expert.
 
 `route` is the twin of the one in `reference.py`. `plan` sorts (token, choice) pairs by expert and divides the pairs of
-each expert into blocks of at most that size, on the device and without synchronisation: block b is expert `blocks[b, 0]` with
-pairs `order[f : f + blocks[b, 2]]`, `f = blocks[b, 1]`; blocks in use come first. One program per expert scans all
-pairs twice: to count its own, then to store them after those of the preceding experts.
+each expert into blocks of nearly equal length, on the device and without synchronisation: block b is expert
+`blocks[b, 0]` with pairs `order[f : f + blocks[b, 2]]`, `f = blocks[b, 1]`; blocks in use come first. One program per
+expert scans all pairs twice: to count its own, then to store them after those of the preceding experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounding of activations on a GPU, as the released numerics do it: one launch each, exact to the bit of the plain twins.
+"""Rounding of activations on a GPU, as the released numerics do it: one launch each, with the bits of the plain twins.
 
     fp8_round(x, group, keep=0)    twin of `reference.fp8_round`
     hadamard_fp4(x)                `fp4_round(hadamard(x))`; sums in another order than the plain twin, so that a value

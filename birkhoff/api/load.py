@@ -290,8 +290,8 @@ def _build_model(
     ):
         raise OptionError(
             "experts, gpu_memory, expert_counts and experts_on place packed experts between a CUDA device and host "
-            "memory: they need Triton kernels, weights that are not 'dense', and gate and up of one type. Leave them out "
-            "here."
+            "memory: they need Triton kernels, weights that are not 'dense', and gate and up of one type. Leave them "
+            "out here."
         )
     if isinstance(placed, PlacedExperts):
         network.use_expert_store(placed.store)

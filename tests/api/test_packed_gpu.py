@@ -125,7 +125,7 @@ def test_mxfp4_is_loaded_in_the_order_of_fp4(plain, tmp_path):
 
 
 def test_released_numerics_run_packed(tmp_path):
-    """The same rounding as the plain path, with weights as stored. A value next to a tie may be rounded the other way."""
+    """The rounding of the plain path, with weights as stored. A value next to a tie may be rounded the other way."""
     write_released(tmp_path / "m", CONFIG, RandomRows(CONFIG, 5))
     with birkhoff.load(tmp_path / "m", numerics="released", **OPTIONS) as packed:
         assert packed.model.packed and packed.model.numerics.released

@@ -9,6 +9,11 @@
     mixer            one residual mixer set to identity, for every request
     experts          one expert of one layer forced, for every request
     gated            a vector added at one layer where a probe of the same row fires
+    head             one head of one layer taken out, for every request
+    key mask         two tokens without attention in all layers, for every request
+    sink             half of the sink in all layers, for every request
+    blocks           a block forbidden in all layers with an indexer, for every request
+    entries          a compressed entry removed in all layers that have them, for every request
     reconstruction   rows replaced by their reconstruction, compared with its two matrix products
 
 The contenders alternate step by step in random order, so that the state of the machine and of its caches affects all of
@@ -36,6 +41,7 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import SaeResolver
+from birkhoff.steering.attention_edits import AttentionEdit
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.resolver import SteeringResolver
@@ -50,6 +56,11 @@ LIMITS = {
     "mixer": 1.1,
     "experts": 1.1,
     "gated": 1.1,
+    "head": 1.1,
+    "key mask": 1.1,
+    "sink": 1.1,
+    "blocks": 1.1,
+    "entries": 1.1,
 }
 PRODUCTS_LIMIT = 1.5
 FEATURES, SET = 3072, 16
@@ -154,6 +165,9 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
     layers = engine.config.num_hidden_layers
     width = engine.schema["mhc_streams_pre_attn"].width
     hook, middle = "mhc_streams_pre_attn", layers // 2
+    ratios = engine.v4_model.config.compress_ratios[:layers]
+    indexed = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
+    compressed = [layer for layer, ratio in enumerate(ratios) if ratio]
     vectors = torch.randn(setting.batch, width, generator=torch.Generator().manual_seed(1)) * 0.01
 
     def adds(make: Callable[[int], Sequence[RequestEdit]]) -> Callable[[int, Tokens], Plan]:
@@ -184,6 +198,11 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
         "gated": adds(
             lambda n: [Add(vectors[n], hook, [middle], when=Gate(vectors[0], hook, middle, above=0.0))]
         ),
+        "head": adds(lambda n: [AttentionEdit([middle], heads=[n % 2])]),
+        "key mask": adds(lambda n: [AttentionEdit("all", mask=[n, n + 1])]),
+        "sink": adds(lambda n: [AttentionEdit("all", sink=0.5)]),
+        "blocks": adds(lambda n: [AttentionEdit(indexed, blocks={"forbid": [0]})]),
+        "entries": adds(lambda n: [AttentionEdit(compressed, entries=[1])]),
     }
     return [SteeredEngine(engine, setting, name, plan) for name, plan in plans.items()]
 

@@ -6,6 +6,15 @@
     outputs         the outputs of both sublayers of every layer, captured for every row
     four layers     the streams entering four layers, captured for one request
     features        sixteen clamped features of a dictionary for every row
+    mixer           one residual mixer set to identity, for every row
+    experts         one expert of one layer forced, for every row
+    gated           a distinct vector for every row, where a probe of the row fires
+    head            one head of one layer taken out, for every row
+    key mask        two tokens without attention in one layer, for every row
+    sink            half of the sink in one layer, for every row
+    blocks          a block forbidden in one layer with an indexer, for every row
+    entries         a compressed entry removed in one layer, for every row
+    all masks       two tokens without attention in all layers, for every row
     reconstruction  rows replaced by the reconstruction of a dictionary, compared with its two matrix products
 
 Steps are timed on the host as a server runs them: arm, launch, deliver the rows captured by the previous step, read the
@@ -28,19 +37,24 @@ from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import BatchTap, StepStaging, arm
 from birkhoff.hooks.plan import Plan, Span
-from birkhoff.hooks.schema import build_hook_schema
+from birkhoff.hooks.schema import schema_of
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import DeviceSae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import SaeResolver
+from birkhoff.steering.attention_edits import AttentionEdit
+from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.resolver import SteeringResolver
-from birkhoff.steering.vector_edits import Add
+from birkhoff.steering.vector_edits import Add, Patch, RequestEdit
 
 HOOK, OUT = "mhc_streams_pre_attn", "mlp_out"
 SET = 16
+EDITS = ("mixer", "experts", "gated", "head", "key mask", "sink", "blocks", "entries", "all masks")
 LIMITS = {"idle": 1.0, "vectors": 1.02, "outputs": 1.05, "four layers": 1.05, "features": 1.02}
+LIMITS |= dict.fromkeys(EDITS, 1.03)
 NAMES = (*LIMITS, "reconstruction")
 NOISE = 0.005  # of a ratio: two runs of the same graph differ by as much
 PRODUCTS_LIMIT = 1.3
@@ -51,12 +65,11 @@ class TapPlans:
 
     def __init__(self, model: Transformer, batch: int, features: int):
         c, device = model.config, model.embed.device
-        dtype = dtype_name(model.numerics.dtype)
-        self.schema = build_hook_schema(
-            c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok
-        )
+        self.schema = schema_of(c, dtype_name(model.numerics.dtype))
         self.layers = c.num_hidden_layers
         self.middle = c.num_hidden_layers // 2
+        ratios = c.compress_ratios[: self.layers]
+        self.indexed = next((layer for layer, ratio in enumerate(ratios) if ratio == 4), 0)
         self.batch = batch
         self.tables = Tables(device)
         self.steering = SteeringResolver(self.schema, self.layers, tables=self.tables)
@@ -91,6 +104,17 @@ class TapPlans:
             "features": lambda n: self._features(
                 [SaeSet("some", dict.fromkeys(range(SET), 0.1))], max_tokens
             ),
+            "mixer": lambda n: self._adds([Patch("identity", "mhc_attn_res_mix", [self.middle])], max_tokens),
+            "experts": lambda n: self._adds([ExpertSet([self.middle], force=[n])], max_tokens),
+            "gated": lambda n: self._adds([self._gated(n)], max_tokens),
+            "head": lambda n: self._adds([AttentionEdit([self.middle], heads=[n % 4])], max_tokens),
+            "key mask": lambda n: self._adds([AttentionEdit([self.middle], mask=[n, n + 1])], max_tokens),
+            "sink": lambda n: self._adds([AttentionEdit([self.middle], sink=0.5)], max_tokens),
+            "blocks": lambda n: self._adds(
+                [AttentionEdit([self.indexed], blocks={"force": [n], "forbid": [n + 1]})], max_tokens
+            ),
+            "entries": lambda n: self._adds([AttentionEdit([self.indexed], entries=[n])], max_tokens),
+            "all masks": lambda n: self._adds([AttentionEdit("all", mask=[n, n + 1])], max_tokens),
             "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], max_tokens),
         }
         return [builders[name](row) for row in range(self.batch)] if name in builders else None
@@ -99,8 +123,12 @@ class TapPlans:
         step = max(1, self.layers // 4)
         return [(HOOK, layer) for layer in range(0, self.layers, step)][:4]
 
-    def _adds(self, edits: Sequence[Add], max_tokens: int) -> Plan:
-        resolved = self.steering.edits(list(edits), [0], max_tokens)
+    def _gated(self, row: int) -> Add:
+        gate = Gate(self.vectors[0], HOOK, self.middle, above=0.0)
+        return Add(self.vectors[row], HOOK, [self.middle], when=gate)
+
+    def _adds(self, edits: Sequence[RequestEdit], max_tokens: int) -> Plan:
+        resolved = self.steering.edits(list(edits), [0] * (self.batch + 2), max_tokens)
         return self._reserved(Plan(edits=resolved, table=self.steering.table(resolved)))
 
     def _features(self, edits: Sequence[Any], max_tokens: int) -> Plan:

@@ -40,6 +40,7 @@ _NO_PAGES = np.zeros((1, 1, 1), np.float32)
 _NO_TABLE = np.zeros((1, 1), np.int64)
 _ALL_ENTRIES = np.zeros((0, 0), np.bool_)
 _NO_HASH_IDS = np.zeros((0, 0), np.int64)
+_NO_RULES = (np.zeros(0, np.int32), np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 def install_cpu_decode(model: Transformer) -> Transformer:
@@ -221,6 +222,8 @@ class CpuAttention:
         cos = phases.cos.numpy()
         sin = phases.sin.numpy()
         ring = state.keys.array
+        given = tap.rules(n, a.heads, a.ratio) if tap.ragged else None
+        rules = _NO_RULES if given is None else tuple(map(_array, (given.counts, given.table, given.sink)))
         qkv = self.in_proj(x)
         projected = qkv.numpy()
         latent = torch.empty(n, self.rank)
@@ -239,7 +242,7 @@ class CpuAttention:
             if self.index_pooling is not None:
                 column = self._compress(self.index_pooling, projected, column, slots, positions, state)
                 selected = self._select_entries(
-                    projected[:, column:], latent, cos, sin, group, slots, positions, state
+                    projected[:, column:], latent, cos, sin, group, slots, positions, state, rules[:2]
                 )
         attended = torch.empty(n, a.heads, a.head_dim)
         cpu_decode.attend(
@@ -257,10 +260,11 @@ class CpuAttention:
             self.scale,
             cos,
             sin,
+            *rules,
             attended.numpy(),
         )
         if tap.ragged:
-            attended = AttentionRows(a, x, phases, batch, state).run(tap, attended)
+            attended = AttentionRows(a, x, phases, batch, state).run(tap, attended, given is not None)
         attended = tap(sites.ATTN_HEAD_OUT, attended)
         out: torch.Tensor = self.wo_b(self.wo_a.grouped(attended.view(n, -1), a.group_rank))
         return out
@@ -303,6 +307,7 @@ class CpuAttention:
         slots: Array,
         positions: Array,
         state: LayerState,
+        rules: tuple[Array, ...],
     ) -> Array:
         """Entries each row attends to, [n, E] bool; empty when the indexer keeps all of them."""
         indexer = self.attention.indexer
@@ -325,6 +330,7 @@ class CpuAttention:
             slots,
             positions,
             indexer.topk,
+            *rules,
             selected,
         )
         return selected

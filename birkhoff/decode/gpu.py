@@ -262,7 +262,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Launch one attention sublayer: `buffers.x` -> `buffers.attn_out` [rows, d]."""
         from birkhoff.kernels.compress.decode import norm_rope_store
-        from birkhoff.kernels.index.decode import score
+        from birkhoff.kernels.index.decode import force_and_forbid, score
 
         c, kernels, pdl = self.config, self.kernels, self.kernels.pdl
         table = self.state.page_table
@@ -291,6 +291,8 @@ class Decoder:
             self.drafts,
         )
         indexed = w.ratio == 4 and buffers.max_entries > 0
+        given = tap.rules(buffers.rows, c.num_attention_heads, w.ratio)
+        rules = None if given is None else (given.counts, given.table, given.sink)
         kernels.gemv(
             w.q_b_proj if indexed else w.q_b_proj[:1], (buffers.latent_fp16, buffers.latent), buffers.queries
         )
@@ -311,6 +313,8 @@ class Decoder:
                 (c.index_head_dim * heads) ** -0.5,
                 pdl,
             )
+            if rules is not None:
+                force_and_forbid(buffers.scores, rules)
             kernels.topk(buffers.scores, buffers.positions, buffers.topk_indices)
         splits, keys_per_split = buffers.splits[w.ratio]
         size = (buffers.rows, splits, c.num_attention_heads)
@@ -335,6 +339,7 @@ class Decoder:
             c.rms_norm_eps,
             buffers.heads_out,
             buffers.heads_out_fp16,
+            rules=rules,
         )
         tap_heads(tap, buffers, c.num_attention_heads)
         kernels.gemv(w.o_a_proj, (buffers.heads_out_fp16, buffers.heads_out), buffers.o_latent, c.o_lora_rank)

@@ -26,7 +26,7 @@ from birkhoff.decode.gpu import Decoder
 from birkhoff.engine.host_copier import HostCopier, JoinedRows
 from birkhoff.hooks.batch_tap import BatchTap, CaptureLayout
 from birkhoff.hooks.capture_buffer import RowCopyPlan
-from birkhoff.hooks.graph_tap import GraphPlan, GraphTap, Pattern, Scratch, plan_graph
+from birkhoff.hooks.graph_tap import AttentionShape, GraphPlan, GraphTap, Pattern, Scratch, plan_graph
 from birkhoff.hooks.sites import SITES
 from birkhoff.hooks.step_edits import StepEdits
 
@@ -81,6 +81,7 @@ class CudaGraphs:
         self.max_context = max_context
         self.max_patterns = max_patterns
         self.widths = site_widths(decoder)
+        self.attention = AttentionShape(decoder.config.num_attention_heads, [w.ratio for w in decoder.layers])
         self.row_sizes = row_sizes(decoder.drafts)
         self._plain: dict[tuple[int, int], tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]] = {}
         self._tapped: OrderedDict[tuple[int, int, Pattern], TappedGraph] = OrderedDict()
@@ -102,7 +103,9 @@ class CudaGraphs:
         """The graph plan of a tap, or None if a graph cannot run it."""
         last = self._planned
         if last is None or last.layout is not tap.layout or last.edits is not tap.edits:
-            last = self._planned = _PlannedTap(tap.layout, tap.edits, plan_graph(tap, self.widths))
+            last = self._planned = _PlannedTap(
+                tap.layout, tap.edits, plan_graph(tap, self.widths, self.attention)
+            )
         return last.plan
 
     def step(

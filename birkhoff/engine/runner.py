@@ -243,7 +243,7 @@ class Runner:
 
 
 def _is_ragged(request: Request) -> bool:
-    """Whether steps of generated tokens capture or edit what has no fixed shape."""
+    """Whether steps of generated tokens capture what has no fixed shape."""
     return request.plan is not None and request.plan.ragged_after_prompt
 
 

@@ -1,8 +1,8 @@
 """Changes of attention for single tokens of a step, as data: what the model's attention does differently for a query.
 
 An `AttentionChange` is an edit of the site `attn_weights` of a layer. The model asks its tap for the changes of a step
-(`tap.changes`) and computes the attention of those tokens again with them; all other tokens keep their bits. Shapes
-depend on the text, so a step with such a change is not recorded as a graph.
+(`tap.changes`) and computes the attention of those tokens again with them; all other tokens keep their bits. Kernels of
+decode steps take them as a table (`key_rules.py`).
 """
 
 from __future__ import annotations

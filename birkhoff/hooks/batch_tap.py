@@ -173,8 +173,8 @@ class BatchTap(NoTap):
                 ragged[key] = RaggedRunner(site_edits.changes)
                 continue
             runners[key] = SiteRunner(stages=partial(edits.stages, key), paths=site_edits.paths)
-        for key, runs in edits.gates.items() if edits is not None else ():
-            runners.setdefault(key, SiteRunner()).probes += runs
+        for key, gates in edits.gates.items() if edits is not None else ():
+            runners.setdefault(key, SiteRunner()).probes.append(gates)
         for site in self.layout.sites:
             if BY_NAME[site.key[0]].ragged:
                 self._read_with(ragged.setdefault(site.key, RaggedRunner()), site)

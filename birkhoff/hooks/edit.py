@@ -31,6 +31,7 @@ Number = float | torch.Tensor
 ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "call", "clamp", "bound")
 SINKHORN_ITERS = 20  # as in V4
 SINKHORN_MIN = 1e-6  # entries below it count as this much
+MAX_STACKED = 64  # rows whose edits are applied at once, each with a vector of its own
 FOLD = 16  # largest number of terms that one step of `row_sum` adds on a GPU
 
 
@@ -272,7 +273,7 @@ def edit_stages(
             stages.append(table_adds)
         hosts: dict[SpliceHost, list[tuple[Splice, list[int]]]] = {}
         plain: list[tuple[SiteEdit, list[int]]] = []
-        others: list[EditStage] = []
+        others: list[_EditStage] = []
         for edit, rows in edits:
             if edit.op != op:
                 continue
@@ -282,12 +283,22 @@ def edit_stages(
                 plain.append((edit, rows))
             else:
                 run = None if edit.gate is None or runs is None else runs(edit.gate, rows)
-                others.append(_EditStage(edit, rows, run))
+                _add_stage(others, edit, rows, run)
         stages += [_SpliceStage(host, hosts[host]) for host in sorted(hosts, key=lambda host: host.order)]
         if plain:
             stages.append(_PlainAddStage(plain))
         stages += others
     return stages
+
+
+def _add_stage(stages: list[_EditStage], edit: SiteEdit, rows: list[int], gate: GateRun | None) -> None:
+    """Add an edit to the last stage that can take it, or as a stage of its own. Edits of one row keep their order."""
+    for stage in reversed(stages):
+        if stage.touches(rows):
+            break
+        if stage.take(edit, rows, gate):
+            return
+    stages.append(_EditStage(edit, rows, gate))
 
 
 class _SpliceStage:
@@ -328,30 +339,50 @@ class _PlainAddStage:
 
 
 class _EditStage:
-    """One edit that is not a plain add, applied to the rows it names."""
+    """Edits that are not plain adds, of one kind, applied at once to the rows they name; no row is named twice."""
 
     def __init__(self, edit: SiteEdit, rows: list[int], gate: GateRun | None = None):
         assert (gate is None) == (edit.gate is None)
-        self._edit = edit
-        self._rows = rows
-        self._gate = gate
-        self._data: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._kind = _kind(edit)
+        self._edits = [(edit, rows)]
+        self._gates = [] if gate is None else [gate]
+        self._rows = set(rows)
+        self._data: tuple[Any, ...] | None = None
 
-    def _prepare(
-        self, width: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        edit, entries = self._edit, None
+    def touches(self, rows: Sequence[int]) -> bool:
+        return not self._rows.isdisjoint(rows)
+
+    def take(self, edit: SiteEdit, rows: list[int], gate: GateRun | None) -> bool:
+        """Include another edit of other rows; False if it is of another kind, or if there are many rows already."""
+        if _kind(edit) != self._kind or edit.vector.dim() > 1 or self._edits[0][0].vector.dim() > 1:
+            return False
+        if len(self._rows) + len(rows) > MAX_STACKED:
+            return False
+        self._edits.append((edit, rows))
+        self._gates += [] if gate is None else [gate]
+        self._rows.update(rows)
+        return True
+
+    def _prepare(self, width: int, device: torch.device) -> tuple[Any, ...]:
+        """Rows, vectors, entries, and scale, low and high: of each row if there are several edits."""
+        edit, entries = self._edits[0][0], None
         if edit.entries is not None:
             entries = torch.zeros(width, dtype=torch.bool)
             entries[list(edit.entries)] = True
             entries = entries.to(device)
-        return torch.tensor(self._rows, device=device), edit.operand.to(device), entries
+        rows = torch.tensor([row for _, own in self._edits for row in own], device=device)
+        if len(self._edits) == 1:
+            return rows, edit.operand.to(device), entries, (edit.scale, *edit.bounds)
+        vector = torch.stack([each.operand for each, own in self._edits for _ in own]).to(device)
+        numbers = torch.tensor([(each.scale, *each.bounds) for each, own in self._edits for _ in own])
+        dims = 2 if edit.streams is not None or edit.post_mix else 1
+        return rows, vector, entries, numbers.to(device).view(len(rows), 3, *[1] * dims).unbind(1)
 
     def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
-        edit = self._edit
+        edit = self._edits[0][0]
         if self._data is None:
             self._data = self._prepare(x[0].numel(), x.device)
-        rows, vector, entries = self._data
+        rows, vector, entries, numbers = self._data
         old = x.index_select(0, rows)  # [r, width] or [r, m, d]
         post = None
         if edit.streams is not None:
@@ -365,15 +396,35 @@ class _EditStage:
                 "edits with post_mix are refused where nothing has written the streams"
             )
             part = old.float()
+            vector = vector.unsqueeze(1) if vector.dim() == 2 else vector
             post = context.post.index_select(0, rows).unsqueeze(-1)
         else:
             part = old.flatten(1).float()
-        new = edit_rows(edit.op, part, vector, edit.scale, *edit.bounds, edit.norm_match, post)
+        scale, low, high = numbers
+        new = edit_rows(edit.op, part, vector, scale, low, high, edit.norm_match, post)
         new = changed_entries(part, new, entries, edit.renormalise)
-        if self._gate is not None:
-            new = torch.where(self._gate.fired.view(-1, *[1] * (new.dim() - 1)), new, part)
+        if self._gates:
+            fired = (
+                self._gates[0].fired if len(self._gates) == 1 else torch.cat([g.fired for g in self._gates])
+            )
+            new = torch.where(fired.view(-1, *[1] * (new.dim() - 1)), new, part)
         new = new.to(x.dtype)
         if edit.streams is not None:
             old[:, list(edit.streams)] = new
             new = old
         return x.index_copy(0, rows, new.view(old.shape))
+
+
+def _kind(edit: SiteEdit) -> tuple[Any, ...]:
+    """What edits have in common that are one stage."""
+    return (
+        edit.op,
+        edit.path,
+        edit.streams,
+        edit.norm_match,
+        edit.post_mix,
+        edit.entries,
+        edit.renormalise,
+        edit.gate is None,
+        edit.vector.shape,
+    )

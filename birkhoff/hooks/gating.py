@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from birkhoff.hooks.edit import row_sum
+from birkhoff.hooks.edit import MAX_STACKED, row_sum
 
 Address = tuple[str, int]  # hook, layer
 
@@ -46,21 +46,44 @@ class GateRun:
 
     def __init__(self, gate: SiteGate, rows: Sequence[int]):
         self.gate = gate
-        self._rows = rows
-        self._data: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._fired: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor) -> None:
-        gate = self.gate
-        if self._data is None:
-            self._data = torch.tensor(self._rows, device=x.device), gate.direction.to(x.device)
-        rows, direction = self._data
-        self._fired = fires(x.index_select(0, rows).flatten(1), direction, gate.bias, gate.low, gate.high)
+        self.rows = rows
+        self.result: torch.Tensor | None = None
 
     @property
     def fired(self) -> torch.Tensor:
-        assert self._fired is not None, "a probe stands before the edits that it gates"
-        return self._fired
+        assert self.result is not None, "a probe stands before the edits that it gates"
+        return self.result
+
+
+class SiteGates:
+    """The gates of an eager step at one site. Gates of few rows are scored at once."""
+
+    def __init__(self) -> None:
+        self._runs: list[GateRun] = []
+        self._batches: list[tuple[list[GateRun], tuple[torch.Tensor, ...]]] | None = None
+
+    def add(self, run: GateRun) -> None:
+        self._runs.append(run)
+        self._batches = None
+
+    def __call__(self, x: torch.Tensor) -> None:
+        if self._batches is None:
+            together = self._runs if sum(len(run.rows) for run in self._runs) <= MAX_STACKED else []
+            batches = [together] if together else [[run] for run in self._runs]
+            self._batches = [(runs, _numbers(runs, x.device)) for runs in batches]
+        for runs, (rows, *numbers) in self._batches:
+            fired = fires(x.index_select(0, rows).flatten(1), *numbers)
+            for run, own in zip(runs, fired.split([len(run.rows) for run in runs])):
+                run.result = own
+
+
+def _numbers(runs: Sequence[GateRun], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows, directions, biases and bounds of some gates; one direction for all rows if there is one gate."""
+    rows = torch.tensor([row for run in runs for row in run.rows], device=device)
+    counts = [1 if len(runs) == 1 else len(run.rows) for run in runs]
+    gates = [run.gate for run, count in zip(runs, counts) for _ in range(count)]
+    bounds = torch.tensor([(gate.bias, gate.low, gate.high) for gate in gates]).to(device)
+    return rows, torch.stack([gate.direction for gate in gates]).to(device), *bounds.split(1, dim=1)
 
 
 class GateBuffers:

@@ -21,6 +21,7 @@ from birkhoff.hooks.batch_tap import BatchTap
 from birkhoff.hooks.capture_buffer import CaptureBuffer, RowKind, SiteTensor
 from birkhoff.hooks.edit import ORDER, EditStage, ExcludedPath, GraphSplice, Op, Path, SiteContext, SiteEdit
 from birkhoff.hooks.gating import GateBuffers
+from birkhoff.hooks.key_rules import KeyRules, key_rules
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.row_edits import (
     PlainAdds,
@@ -59,6 +60,7 @@ class Pattern(NamedTuple):
     splices: tuple[tuple[Key, SpliceGroup], ...]
     table_addresses: tuple[int, ...]  # of the tables' slabs and maps, which are reallocated when they grow
     gates: tuple[tuple[str, int, int, int], ...] = ()  # hook, layer, number and width of a row
+    rules: tuple[tuple[int, int], ...] = ()  # layers with changed attention, and their heads
 
 
 class GraphPlan(NamedTuple):
@@ -68,15 +70,33 @@ class GraphPlan(NamedTuple):
     row_edits: dict[Key, RowEditsByKind]
     uses: dict[tuple[Key, SpliceGroup], Uses]
     gates: StepGates
+    rules: dict[int, KeyRules]  # by layer
 
 
-def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
-    """The graph plan of a tap, or None if a shape is dynamic, as of ragged sites. `widths`: row width by hook."""
+class AttentionShape(NamedTuple):
+    """Heads of attention, and the compression ratio of every layer."""
+
+    heads: int
+    ratios: Sequence[int]
+
+
+def plan_graph(
+    tap: BatchTap, widths: Mapping[str, int], attention: AttentionShape | None = None
+) -> GraphPlan | None:
+    """The graph plan of a tap, or None if a shape is dynamic, as of captured ragged sites. `widths`: row width by
+    hook; without `attention` no change of it can be planned."""
     edits = tap.edits
-    sites: dict[Key, SiteEdits] = {} if edits is None else edits.sites
-    hooks = {hook for hook, _ in (*sites, *(site.key for site in tap.layout.sites))}
-    if any(BY_NAME[hook].ragged for hook in hooks):
+    sites: dict[Key, SiteEdits] = {} if edits is None else dict(edits.sites)
+    if any(BY_NAME[site.key[0]].ragged for site in tap.layout.sites):
         return None
+    rules: dict[int, KeyRules] = {}
+    for key in [key for key in sites if BY_NAME[key[0]].ragged]:
+        layer, changes = key[1], sites.pop(key).changes
+        count = 1 + max(row for _, changed in changes for row in changed)
+        made = attention and key_rules(changes, count, attention.heads, attention.ratios[layer])
+        if made is None:
+            return None
+        rules[layer] = made
     row_edits: dict[Key, RowEditsByKind] = {}
     uses: dict[tuple[Key, SpliceGroup], Uses] = {}
     gates = StepGates()
@@ -105,8 +125,9 @@ def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
         tuple(uses),
         () if edits is None else _table_addresses(edits, adds),
         tuple(sorted((*number, widths[number[0]]) for number in gates.by_number)),
+        tuple((layer, made.sink.shape[1]) for layer, made in sorted(rules.items())),
     )
-    return GraphPlan(pattern, row_edits, uses, gates)
+    return GraphPlan(pattern, row_edits, uses, gates, rules)
 
 
 def _table_addresses(edits: StepEdits, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
@@ -254,6 +275,10 @@ class GraphTap:
             self._layers[layer].sites[site] = self._runner(key)
             if key not in edited:
                 self._layers[layer].outputs[site] = self._outputs[hook]
+        for layer, heads in pattern.rules:
+            if layer not in self._layers:
+                self._layers[layer] = _GraphLayerTap(self._post_mix, layer)
+            self._layers[layer].key_rules = KeyRules.empty(rows, heads, device)
 
     def _runner(self, key: Key) -> SiteRunner:
         paths = {path for at, path in self.pattern.adds if at == key}
@@ -317,6 +342,10 @@ class GraphTap:
             self._splices[key, group].fill(uses)
         for number, rows_of_gates in plan.gates.by_number.items():
             self._gates[number].fill(rows_of_gates)
+        for layer, made in plan.rules.items():
+            rules = self._layers[layer].key_rules
+            assert rules is not None
+            rules.copy_(made)
 
     def end(self) -> None:
         """Called after the last site of a step: completes the capture buffer."""
@@ -357,6 +386,10 @@ class _GraphLayerTap(LayerTap):
         super().__init__(post_mix)
         self._layer = layer
         self.outputs: dict[int, _OutputBuffer] = {}  # by site id, where nothing is edited
+        self.key_rules: KeyRules | None = None
+
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        return self.key_rules
 
     def live(self, site: Site) -> bool:
         """Whether anything happens at a site: there, fused kernels have to be split."""

@@ -162,10 +162,8 @@ class Plan:
 
     @cached_property
     def ragged_after_prompt(self) -> bool:
-        """Whether ragged sites of generated tokens may be captured or edited: those steps cannot be recorded."""
-        keys = [key for job in self.jobs for key in job.keys]
-        keys += [key for edit in self.edits if edit.generated is not False for key in edit.sites]
-        return any(BY_NAME[hook].ragged for hook, _ in keys)
+        """Whether ragged sites of generated tokens may be captured: those steps cannot be recorded."""
+        return any(BY_NAME[hook].ragged for job in self.jobs for hook, _ in job.keys)
 
     @cached_property
     def idle_after_prompt(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 
 from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, Routing, SiteContext
-from birkhoff.hooks.sites import MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.key_rules import KeyRules, key_rules
+from birkhoff.hooks.sites import ATTN_WEIGHTS, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
 from birkhoff.hooks.tap import Reads, RowReader, split_parts, stack_parts
 
 Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
@@ -98,6 +99,14 @@ class RaggedRunner:
         self.before: RaggedCapture | None = None
         self.after: RaggedCapture | None = None
         self.changes = changes
+        self._rules: dict[tuple[int, int, int], KeyRules | None] = {}
+
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        """The edits as a table, made once."""
+        size = (rows, heads, ratio)
+        if size not in self._rules:
+            self._rules[size] = key_rules(self.changes, *size) if self.changes else None
+        return self._rules[size]
 
     def read(self, before: RowReader, after: RowReader) -> None:
         for capture, reader in ((self.before, before), (self.after, after)):
@@ -125,6 +134,10 @@ class LayerTap:
     def changes(self, site: Site) -> RowChanges:
         runner = self.ragged_sites.get(site.id)
         return () if runner is None else runner.changes
+
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        runner = self.ragged_sites.get(ATTN_WEIGHTS.id)
+        return None if runner is None else runner.rules(rows, heads, ratio)
 
     def at(self, layer: int) -> LayerTap:
         return self

@@ -31,7 +31,7 @@ from birkhoff.hooks.edit import (
     add_total,
     edit_stages,
 )
-from birkhoff.hooks.gating import GateRun, SiteGate
+from birkhoff.hooks.gating import GateRun, SiteGate, SiteGates
 from birkhoff.hooks.plan import Key, Plan, Span
 from birkhoff.hooks.vector_table import SENTINEL, Tables, gather
 
@@ -74,7 +74,7 @@ class StepEdits:
     tables: Tables | None = None
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
-    gates: dict[Key, list[GateRun]] = field(default_factory=dict)  # by the site that they read
+    gates: dict[Key, SiteGates] = field(default_factory=dict)  # by the site that they read
     _gate_runs: dict[tuple[SiteGate, tuple[int, ...]], GateRun] = field(default_factory=dict)
     _stages: dict[tuple[Key, ExcludedPath], list[EditStage]] = field(default_factory=dict)
     _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class StepEdits:
         name = (gate, tuple(rows))
         if name not in self._gate_runs:
             self._gate_runs[name] = GateRun(gate, rows)
-            self.gates.setdefault(gate.key, []).append(self._gate_runs[name])
+            self.gates.setdefault(gate.key, SiteGates()).add(self._gate_runs[name])
         return self._gate_runs[name]
 
     def stages(self, key: Key, excluded: ExcludedPath) -> list[EditStage]:

@@ -12,6 +12,8 @@ The model calls a tap at every site of `sites.py`:
                                               after the edits; called for captured tokens only. `tap.ragged` says
                                               whether any ragged site of the layer is captured or edited
     tap.changes(site)                         edits of a ragged site and the rows of the step they apply to
+    tap.rules(rows, heads, ratio)             the same of `attn_weights` as a table for kernels; None if there are none,
+                                              or if they do not fit
 
 `NoTap` does nothing and leaves no operation in a traced graph. `EagerTap` calls Python functions, for notebooks, traces
 and tests. A tap has no access to the model: what it can change is visible in the model's code.
@@ -26,6 +28,7 @@ import torch
 
 from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import Routing
+from birkhoff.hooks.key_rules import KeyRules
 from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
@@ -42,6 +45,7 @@ class Tap(Protocol):
     def ragged(self) -> bool: ...
     def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None: ...
     def changes(self, site: Site) -> RowChanges: ...
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None: ...
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
     def part(
         self, site: Site, x: torch.Tensor, reads: Reads | None = None
@@ -73,6 +77,9 @@ class NoTap:
 
     def changes(self, site: Site) -> RowChanges:
         return ()
+
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        return None
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -120,6 +127,9 @@ class EagerTap:
     def changes(self, site: Site) -> RowChanges:
         return ()
 
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        return None
+
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         if self._seen is not None:
             self._seen(site, self.layer, stack_parts(*parts))
@@ -165,6 +175,9 @@ class RecordingTap:
 
     def changes(self, site: Site) -> RowChanges:
         return self._inner.changes(site)
+
+    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
+        return self._inner.rules(rows, heads, ratio)
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         self._seen(site, self.layer, stack_parts(*parts))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from birkhoff.hooks import sites
-from birkhoff.hooks.attention_change import AttentionChange, Blocks, Ranges, RowChanges
+from birkhoff.hooks.attention_change import AttentionChange, Blocks, Ranges
 from birkhoff.hooks.schema import pooled_tokens
 from birkhoff.hooks.tap import RowReader, Tap
 from birkhoff.kernels import index
@@ -92,9 +92,14 @@ class AttentionRows:
             first = max(chunk.start - pooled_tokens(self._attention.ratio) + 1, 0)
             self._older_raw[row] = state.raw[ENTRY].span(chunk.slot, first, chunk.start)
 
-    def run(self, tap: Tap, attended: torch.Tensor) -> torch.Tensor:
-        """Apply the tap's changes to `attended` [n, h, c], after the inverse rotation, and let it read ragged sites."""
-        attended = self._change(tap.changes(sites.ATTN_WEIGHTS), attended)
+    def run(self, tap: Tap, attended: torch.Tensor, changed: bool = False) -> torch.Tensor:
+        """Apply the tap's changes to `attended` [n, h, c], after the inverse rotation, unless they were (`changed`),
+        and let it read ragged sites."""
+        for change, rows in tap.changes(sites.ATTN_WEIGHTS):
+            for row in rows:
+                self._changes[row] = (*self._changes.get(row, ()), change)
+        if self._changes and not changed:
+            attended = self._change(attended)
         tap.read(sites.ATTN_WEIGHTS, self._weights(False), self._weights(True))
         if self._attention.compressor is not None:
             tap.read(sites.ENTRY_TOKENS, self._entry_tokens)
@@ -103,13 +108,8 @@ class AttentionRows:
             tap.read(sites.INDEX_BLOCKS, self._blocks(False), self._blocks(True))
         return attended
 
-    def _change(self, changes: RowChanges, attended: torch.Tensor) -> torch.Tensor:
-        """`attended` with the named rows computed again under their changes."""
-        for change, rows in changes:
-            for row in rows:
-                self._changes[row] = (*self._changes.get(row, ()), change)
-        if not self._changes:
-            return attended
+    def _change(self, attended: torch.Tensor) -> torch.Tensor:
+        """`attended` with the changed rows computed again."""
         rows = sorted(self._changes)  # the groups are in this order too
         mixed = []
         for queries, own in self._groups(rows, self._changes):

@@ -11,17 +11,26 @@ from dataclasses import replace
 import pytest
 import torch
 
+from birkhoff.bench.synthetic import filled_state
+from birkhoff.bench.taps import TapPlans
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder, unsupported_model
+from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
+from birkhoff.hooks.attention_change import AttentionChange, Blocks, ranges_of
+from birkhoff.hooks.batch_tap import StepStaging, arm
+from birkhoff.hooks.graph_tap import AttentionShape, GraphTap, plan_graph
+from birkhoff.hooks.key_rules import MAX_RULES
+from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.cuda.backend import scale_offset, unsupported_reason, unsupported_size
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
+from tests.hooks.test_vector_table import Everywhere
 from tests.interpreter import DEVICE, packed_model
 from tests.models import TINY, random_model, random_tokens, variant
 from tests.sizes import FULL, scaled
@@ -68,6 +77,92 @@ def test_steps_equal_those_of_the_plain_model(model):
         for name, page in true.pages.items():
             assert (actual.pages[name] - page).abs().max() < 1e-5
         assert (actual.keys.rows - true.keys.rows).abs().max() < 1e-5
+
+
+CHANGES = (
+    AttentionChange(mask=((0, 2), (40, 50))),
+    AttentionChange(heads=(1,), mask=((45, 128),), mask_entries="none", sink=0.0),
+    AttentionChange(force=Blocks((0, 3)), forbid=Blocks((1,), ((20, 30),)), sink=3.0),
+    AttentionChange(ablate=Blocks((2, 5)), ablation="zero"),
+    AttentionChange(ablate=Blocks(tokens=((0, 130),)), mask=((0, 400),), sink=0.0),
+)
+
+
+@torch.inference_mode()
+def test_steps_with_changed_attention_equal_those_of_the_plain_model(model):
+    """Two changes per row in every layer, rows of different lengths; the last row is not changed."""
+    rows = len(STARTS) + 1
+    starts = [*STARTS, 60]
+    tokens = [random_tokens(SMALL, max(starts) + STEPS, seed) for seed in range(rows)]
+    states = [State.contiguous(SMALL, rows, 384, device=DEVICE) for _ in range(2)]
+    for state in states:
+        for slot, start in enumerate(starts):
+            plain_step(model, state, [SequenceChunk(slot, 0, tokens[slot][:start])])
+    decoder = Decoder(model, states[1], fast=False)
+    buffers = decoder.buffers(rows, 384)
+    layers = range(len(SMALL.compress_ratios))
+    heads = SMALL.num_attention_heads
+    plans = [
+        Plan(
+            edits=tuple(
+                Everywhere({("attn_weights", layer): CHANGES[(row + layer + at) % 5] for layer in layers})
+                for at in (0, 2)
+            )
+        )
+        for row in range(rows - 1)
+    ]
+    graph, staging = None, StepStaging(DEVICE)
+    for step in range(STEPS):
+        at = [start + step for start in starts]
+        pieces = [SequenceChunk(slot, at[slot], tokens[slot][at[slot]].view(1)) for slot in range(rows)]
+        spans = [Span(plan, row, at[row], [5], 4) for row, plan in enumerate(plans)]
+        tap = arm(staging, spans, rows)
+        batch = Batch.of(pieces, DEVICE)
+        assert [chunk.slot for chunk in batch.chunks] == list(range(rows))
+        true = model.logits(model.run(batch, states[0], tap)[0])
+        plan = plan_graph(tap, {}, AttentionShape(heads, [w.ratio for w in decoder.layers]))
+        graph = graph or GraphTap(plan, tap.edits, rows, DEVICE)
+        graph.fill(tap, plan)
+        buffers.poison()
+        buffers.token_ids.copy_(torch.stack([tokens[slot][at[slot]] for slot in range(rows)]))
+        buffers.positions.copy_(torch.tensor(at))
+        buffers.slots.copy_(torch.arange(rows))
+        assert (decoder.step(buffers, graph) - true).abs().max() < 1e-4
+    many = Plan(
+        edits=(
+            Everywhere(
+                {("attn_weights", 0): AttentionChange(mask=ranges_of(range(0, 2 * MAX_RULES + 2, 2)))}
+            ),
+        )
+    )
+    tap = arm(StepStaging(DEVICE), [Span(many, 0, 90, [5], 4)], 1)
+    assert plan_graph(tap, {}, AttentionShape(heads, [0])) is None, "more rules than the table has room for"
+
+
+@torch.inference_mode()
+def test_every_kind_of_edit_equals_the_eager_path_and_is_replayed(model):
+    """Launched without a GPU; with one, the third step of a pattern is a replay of its graph."""
+    rows, start, on_gpu = 2, 300, DEVICE.type == "cuda"
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        states.append(filled_state(SMALL, rows + 1, start, DEVICE, torch.float32))
+    graphs = CudaGraphs(Decoder(model, states[1], fast=False), rows, start + 128)
+    tap_plans = TapPlans(model, rows, 24)
+    for name in ("mixer", "experts", "gated", "head", "blocks", "all masks"):
+        plans, staging = tap_plans.plans(name, 100), StepStaging(DEVICE)
+        for step in range(3 if on_gpu else 1):
+            position = start + step
+            tap = arm(
+                staging, [Span(plan, row, position, [7 + row], 4) for row, plan in enumerate(plans)], rows
+            )
+            pieces = [SequenceChunk(row, position, torch.tensor([7 + row])) for row in range(rows)]
+            true = model.logits(model.run(Batch.of(pieces, DEVICE), states[0], tap)[0])
+            plain = graphs.step([7, 8], [position] * rows, range(rows))[0]
+            logits, _ = graphs.step([7, 8], [position] * rows, range(rows), tap, graphs.plan(tap))
+            assert (logits - true).abs().max() < (1e-3 if on_gpu else 1e-4), name
+            assert (plain - true).abs().max() > 1e-3, name
+        assert (graphs.last_tapped.graph is not None) == on_gpu
 
 
 def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:

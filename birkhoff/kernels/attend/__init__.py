@@ -16,6 +16,12 @@ several sequences at once. A query sees the keys of its chunk, older ones in the
 and its selected entries in the pages that the table lists for its slot; `selected` has counts [n] and indices [n, K].
 `decode.attend`: the same for a decode step on a GPU, split over the keys (flash decoding).
 
+Kernels of decode steps take rules per row: `counts [n] int32`, `table [n, most, 3 + words] int32` and `sink [n, H]
+float32`, which is added to the logit of the sink. A rule is a kind, a range first .. stop - 1, and the heads it holds
+for as bits of 32-bit words. Kinds: 0, keys at these positions get no weight; 1, entries with these numbers get none; 2,
+the same, and the indexer never chooses them; 3, the indexer always chooses them; 4, they are zeros. A head that is left
+without keys and sink gives zeros.
+
 Tolerances, as differences of the result. CPU twin against float64: 2e-6 * (1 + scale * |query| * |key|), with the
 largest norms, in float32; 2^-7 of the largest key in bfloat16. Triton prefill kernel against `reference`, relative to
 the largest result (at least 1): 1e-5 in float32, 2^-9 in float16, 2^-6 in bfloat16. CUDA decode kernel against the

@@ -5,6 +5,8 @@ one range that is split among programs: each handles sixteen heads and one split
 its queries, and stores an unnormalised sum with its maximum logit and sum of exponentials. `_combine` merges the
 splits, adds the sink and applies the inverse rotation. Scores and sums are float32; probabilities are rounded to the
 dtype of the keys. On NVIDIA GPUs `cuda/attend.cu` does the same for small batches, in the same buffers.
+
+With rules (`attend/__init__.py`) a program looks its keys up in the list of its row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.rope.decode import rope, rope_heads
+
+FORBID, ZERO = tl.constexpr(2), tl.constexpr(4)  # kinds of rules; 0 is of positions
 
 
 @triton.jit
@@ -41,6 +45,8 @@ def _attend(
     scale,
     eps,
     splits,
+    rule_counts,
+    rules,
     RATIO: tl.constexpr,
     INDEXED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -48,6 +54,8 @@ def _attend(
     ROPE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     FP32: tl.constexpr,
+    RULES: tl.constexpr,
+    RULE_WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -89,12 +97,34 @@ def _attend(
             page = tl.load(table + slot * table_stride + entry // PER_PAGE, mask=far, other=0)
             source = tl.where(far, pages + (page * PER_PAGE + entry % PER_PAGE) * WIDTH, source)
             visible = recent | far
-        k = tl.load(source[:, None] + d[None, :], mask=visible[:, None], other=0.0)
+        stored = visible
+        if RULES > 0:
+            number = position - age
+            of_entry = j >= ring
+            if RATIO > 0:
+                number = tl.where(far, entry, number)
+            hidden = tl.zeros([HEADS, KEYS], tl.int32)
+            zero = tl.zeros([KEYS], tl.int32)
+            for r in range(tl.load(rule_counts + row)):
+                rule = rules + (row * RULES + r) * RULE_WIDTH
+                kind = tl.load(rule)
+                inside = (
+                    (number >= tl.load(rule + 1)) & (number < tl.load(rule + 2)) & (of_entry == (kind > 0))
+                )
+                heads_on = (tl.load(rule + 3 + h // 32, mask=h < heads, other=0) >> (h % 32)) & 1
+                hides = tl.where(kind <= FORBID, heads_on, 0)
+                hidden |= hides[:, None] & inside.to(tl.int32)[None, :]
+                zero |= tl.where(kind == ZERO, inside.to(tl.int32), 0)
+            stored = visible & (zero == 0)
+        k = tl.load(source[:, None] + d[None, :], mask=stored[:, None], other=0.0)
         if FP32:
             logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
             logits = tl.dot(q, tl.trans(k)) * scale
-        logits = tl.where(visible[None, :], logits, float("-inf"))
+        if RULES > 0:
+            logits = tl.where(visible[None, :] & (hidden == 0), logits, float("-inf"))
+        else:
+            logits = tl.where(visible[None, :], logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
         rescale = tl.exp(row_max - new_max)
         p = tl.exp(logits - new_max[:, None])
@@ -122,11 +152,13 @@ def _combine(
     out_fp16,
     heads,
     splits,
+    rule_sink,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     FP16: tl.constexpr,
     PDL: tl.constexpr,
+    RULES: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,9 +170,13 @@ def _combine(
     row_max = tl.load(partial_max + partial_row, mask=s < splits, other=-1e30)
     row_sum = tl.load(partial_sum + partial_row, mask=s < splits, other=0.0)
     sink_logit = tl.load(sink + head)
+    if RULES > 0:
+        sink_logit += tl.load(rule_sink + row * heads + head)
     top = tl.maximum(tl.max(row_max, axis=0), sink_logit)
     weight = tl.exp(row_max - top)
     denominator = tl.sum(row_sum * weight, axis=0) + tl.exp(sink_logit - top)
+    if RULES > 0:
+        denominator = tl.where(denominator > 0, denominator, 1.0)  # a head that sees nothing: the sum is 0
     part = tl.load(
         partial_out + partial_row[:, None] * WIDTH + d[None, :], mask=(s < splits)[:, None], other=0.0
     )
@@ -191,15 +227,18 @@ def attend(
     out,
     out_fp16,
     pdl=False,
+    rules=None,
 ) -> None:
     """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; topk_indices [n, topk] or
     None; partial_out [n, splits, h, c], partial_max and partial_sum [n, splits, h] float32 -> out [n, h * c], and in
-    float16 if `out_fp16` is given."""
+    float16 if `out_fp16` is given. `rules`: counts [n], table [n, most, 3 + words] int32 and sink [n, h] float32."""
     n, splits, heads, width = partial_out.shape
     rope_dim = 2 * cos.shape[-1]
     fp32 = keys.dtype is torch.float32
     head_tile = heads_per_program(n, heads)
     small, indexed = head_tile == 16, topk_indices is not None
+    rule_counts, rule_table, rule_sink = (slots, slots, sink) if rules is None else rules
+    most, rule_width = (0, 0) if rules is None else rule_table.shape[1:]
     _attend[(n, -(-heads // head_tile), splits)](
         queries,
         queries.stride(0),
@@ -223,6 +262,8 @@ def attend(
         scale,
         eps,
         splits,
+        rule_counts,
+        rule_table,
         RATIO=ratio,
         INDEXED=indexed,
         HEADS=head_tile,
@@ -230,6 +271,8 @@ def attend(
         ROPE_DIM=rope_dim,
         KEYS=16 if fp32 else 32 if small else 64,
         FP32=fp32,
+        RULES=most,
+        RULE_WIDTH=rule_width,
         num_warps=4 if small else 8,
         num_stages=2,
     )
@@ -244,10 +287,12 @@ def attend(
         out if out_fp16 is None else out_fp16,
         heads,
         splits,
+        rule_sink,
         SPLITS=power_of_two(splits),
         WIDTH=width,
         ROPE_DIM=rope_dim,
         FP16=out_fp16 is not None,
         num_warps=4,
         PDL=pdl,
+        RULES=most,
     )

@@ -10,6 +10,7 @@ from birkhoff.kernels.norm.cpu import rms_norm_rows
 from birkhoff.kernels.rope.cpu import rope_rows
 
 NO_WEIGHT = np.ones(0, np.float32)
+KEY, ENTRY, FORBID, FORCE, ZERO = 0, 1, 2, 3, 4  # kinds of rules, see `attend/__init__.py`
 
 
 @compiled
@@ -42,9 +43,11 @@ def store_compressor_rows(raw, ape, ring, slots, positions):
 
 
 @compiled
-def topk_entries(raw, cos, sin, weights, scale, pages, table, slots, positions, topk, selected):
+def topk_entries(
+    raw, cos, sin, weights, scale, pages, table, slots, positions, topk, rule_counts, rules, selected
+):
     """Mark the `topk` highest-scoring finished entries of each sequence in selected [n, entries]; ties: lowest
-    index. `raw` [n, heads, width] are the index queries before rotation."""
+    index. `raw` [n, heads, width] are the index queries before rotation; `rules` as for `attend`."""
     count, heads = raw.shape[0], raw.shape[1]
     per_page, width = pages.shape[1], pages.shape[2]
     queries = np.empty((count, heads, width), np.float32)
@@ -65,6 +68,12 @@ def topk_entries(raw, cos, sin, weights, scale, pages, table, slots, positions, 
                     match += query[k] * key[k]
                 total += weights[row, h] * scale * max(match, np.float32(0))
             scores[e] = -total
+        if rule_counts.shape[0]:
+            for kind in (FORCE, FORBID):
+                for r in range(rule_counts[row]):
+                    if rules[row, r, 0] == kind:
+                        first, stop = max(rules[row, r, 1], 0), min(rules[row, r, 2], entries)
+                        scores[first:stop] = np.inf if kind == FORBID else -np.inf
         best = np.argsort(scores, kind="mergesort")  # stable
         for rank in range(topk):
             selected[row, best[rank]] = True
@@ -118,10 +127,27 @@ def pool_entries(ring, pages, table, slots, positions, ratio, overlap, norm, eps
 
 @compiled
 def attend(
-    raw, eps, ring, window, pages, table, ratio, selected, slots, positions, sink, scale, cos, sin, rotated
+    raw,
+    eps,
+    ring,
+    window,
+    pages,
+    table,
+    ratio,
+    selected,
+    slots,
+    positions,
+    sink,
+    scale,
+    cos,
+    sin,
+    rule_counts,
+    rules,
+    rule_sink,
+    rotated,
 ):
     """Queries [n, h, c] before norm and rotation -> their weighted values [n, h, c], rotated back. `ratio` 0: no
-    compressed entries; `selected` without rows: all finished ones."""
+    compressed entries; `selected` without rows: all finished ones; `rule_counts` without rows: no rules."""
     count, heads, width = raw.shape
     by_head = raw.reshape(count * heads, width)
     rms_norm_rows(by_head, NO_WEIGHT, eps, by_head)
@@ -132,8 +158,15 @@ def attend(
     for row in range(count):
         keys = _visible_keys(row, ring, window, pages, table, ratio, selected, slots[row], positions[row])
         weights = np.empty((heads, keys.shape[0]), np.float32)
-        matmul(queries[row], keys, weights)
-        _softmax_with_sink(weights, sink, scale)
+        if rule_counts.shape[0]:
+            visible = window, ratio, selected, positions[row]
+            _zero_keys(row, rule_counts[row], rules, visible, keys)
+            matmul(queries[row], keys, weights)
+            _hide_keys(row, rule_counts[row], rules, visible, weights)
+            _softmax_with_sink(weights, sink + rule_sink[row], scale)
+        else:
+            matmul(queries[row], keys, weights)
+            _softmax_with_sink(weights, sink, scale)
         add_matmul(weights, keys, head_rows, weighted[row])
     rope_rows(weighted, cos, sin, -1, rotated)
 
@@ -165,6 +198,52 @@ def _visible_keys(row, ring, window, pages, table, ratio, selected, slot, positi
 
 
 @compiled
+def _rule_columns(row, rule, visible):
+    """The columns of `_visible_keys` that a rule names, as first and stop: they are adjacent."""
+    window, ratio, selected, position = visible
+    near = min(position + 1, window)
+    oldest = position - near + 1
+    if rule[0] == KEY:
+        return max(rule[1] - oldest, 0), max(min(rule[2] - oldest, near), 0)
+    far = (position + 1) // ratio if ratio else 0
+    first, stop = min(max(rule[1], 0), far), min(max(rule[2], 0), far)
+    if selected.shape[0] == 0:
+        return near + first, near + stop
+    before, inside = 0, 0
+    for e in range(stop):
+        if selected[row, e]:
+            if e < first:
+                before += 1
+            else:
+                inside += 1
+    return near + before, near + before + inside
+
+
+@compiled
+def _zero_keys(row, count, rules, visible, keys):
+    """Set the entries that are ablated to zero."""
+    for r in range(count):
+        if rules[row, r, 0] == ZERO:
+            first, stop = _rule_columns(row, rules[row, r], visible)
+            for e in range(first, stop):
+                keys[e] = 0
+
+
+@compiled
+def _hide_keys(row, count, rules, visible, logits):
+    """Set the logits [h, e] of keys that get no weight."""
+    for r in range(count):
+        rule = rules[row, r]
+        if rule[0] > FORBID:
+            continue
+        first, stop = _rule_columns(row, rule, visible)
+        for h in range(logits.shape[0]):
+            if (rule[3 + h // 32] >> (h % 32)) & 1:
+                for e in range(first, stop):
+                    logits[h, e] = -np.inf
+
+
+@compiled
 def _softmax_with_sink(logits, sink, scale):
     """Softmax over the logits [h, e] of each head, in place, with the sink in the denominator."""
     for h in range(logits.shape[0]):
@@ -172,6 +251,9 @@ def _softmax_with_sink(logits, sink, scale):
         for e in range(weights.shape[0]):
             weights[e] *= scale
             top = max(top, weights[e])
+        if top == -np.inf:  # nothing to attend to
+            weights[:] = 0
+            continue
         total = np.exp(sink[h] - top)
         for e in range(weights.shape[0]):
             weights[e] = np.exp(weights[e] - top)

@@ -441,11 +441,12 @@ class CudaBackend:
         eps: float,
         out: torch.Tensor,
         out_fp16: torch.Tensor | None,
+        rules: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """As `attend.decode.attend`, which is called for 16 rows or more, other widths and other dtypes."""
+        """As `attend.decode.attend`, which is called for 16 rows or more, other widths and dtypes, and with rules."""
         n, splits, heads, width = partial_out.shape
         rope_dim = 2 * cos.shape[-1]
-        small = n < 16 and split % 32 == 0 and keys.dtype is torch.bfloat16
+        small = n < 16 and split % 32 == 0 and keys.dtype is torch.bfloat16 and rules is None
         aligned = heads % 16 == 0 and rope_dim % 8 == 0 and queries.stride(0) % 8 == 0
         if not small or not aligned or width not in (128, 512) or rope_dim > width:
             from birkhoff.kernels.attend.decode import attend
@@ -472,6 +473,7 @@ class CudaBackend:
                 out,
                 out_fp16,
                 self.pdl,
+                rules,
             )
             return
         stages = 1 if split == 32 else 2

@@ -17,6 +17,7 @@ from birkhoff.kernels.rope.decode import rope_heads
 
 RATIO = 4
 PER_PAGE = 128 // RATIO
+FORBID, FORCE = tl.constexpr(2), tl.constexpr(3)  # kinds of rules
 
 
 @triton.jit
@@ -70,6 +71,33 @@ def _score(
             tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
             mask=e < count,
         )
+
+
+@triton.jit
+def _force_and_forbid(
+    scores,
+    max_entries,
+    rule_counts,
+    rules,
+    RULES: tl.constexpr,
+    RULE_WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(rule_counts + row)
+    if count > 0:
+        e = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+        forced = tl.zeros([ENTRIES], tl.int32)
+        forbidden = tl.zeros([ENTRIES], tl.int32)
+        for r in range(count):
+            rule = rules + (row * RULES + r) * RULE_WIDTH
+            kind = tl.load(rule)
+            inside = ((e >= tl.load(rule + 1)) & (e < tl.load(rule + 2))).to(tl.int32)
+            forced |= tl.where(kind == FORCE, inside, 0)
+            forbidden |= tl.where(kind == FORBID, inside, 0)
+        at = scores + row * max_entries + e
+        value = tl.where(forbidden > 0, float("-inf"), float("inf"))
+        tl.store(at, value, mask=(e < max_entries) & ((forced | forbidden) > 0))
 
 
 @triton.jit
@@ -176,6 +204,22 @@ def score(queries, weights, pages, table, slots, positions, cos, sin, scores, to
         FP32=pages.dtype is torch.float32,
         num_warps=4,
         PDL=pdl,
+    )
+
+
+def force_and_forbid(scores, rules) -> None:
+    """Set the scores [n, max_entries] of entries that rules (as of `attend`) force or forbid."""
+    counts, table, _ = rules
+    n, max_entries = scores.shape
+    _force_and_forbid[(n, -(-max_entries // 256))](
+        scores,
+        max_entries,
+        counts,
+        table,
+        RULES=table.shape[1],
+        RULE_WIDTH=table.shape[2],
+        ENTRIES=256,
+        num_warps=4,
     )
 
 

@@ -55,17 +55,26 @@ class LogProb:
 
 @dataclass(frozen=True)
 class ResolvedMetric:
-    """`metric(logits [B, T, vocab])` is one number per text, [B]. `name` says what it is, for reports."""
+    """`metric(logits [B, T, vocab])` is one number per text, [B]. `name` says what it is, for reports. `at` is the only
+    position whose logits it reads, if there is one: then `compute` takes [B, vocab]."""
 
     compute: Callable[[torch.Tensor], torch.Tensor]
     name: str
+    at: int | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.compute(logits)
+        return self.compute(logits if self.at is None else logits[:, self.at])
+
+    def of_hidden(self, engine: Engine, rows: torch.Tensor) -> float:
+        """The metric of one text from its hidden rows [T, d]: only the logits that it reads are computed."""
+        if self.at is None:
+            return float(self.compute(engine.model.logits(rows).unsqueeze(0)))
+        return float(self.compute(engine.model.logits(rows[self.at].unsqueeze(0))))
 
 
-def resolve_metric(engine: Engine, metric: Any, length: int) -> ResolvedMetric:
-    """Check a metric against the model and a text of `length` tokens."""
+def resolve_metric(engine: Engine, metric: Any, length: int, gradients: bool = True) -> ResolvedMetric:
+    """Check a metric against the model and a text of `length` tokens. Without `gradients` a function may return a plain
+    number."""
     if isinstance(metric, ResolvedMetric):
         return metric
     if isinstance(metric, Mapping):
@@ -78,18 +87,19 @@ def resolve_metric(engine: Engine, metric: Any, length: int) -> ResolvedMetric:
         first, second = token_id(engine, metric.token), token_id(engine, metric.other)
         at = _position(metric.position, length)
         name = f"logit of {_shown(engine, first)} minus logit of {_shown(engine, second)} at {at}"
-        return ResolvedMetric(lambda logits: logits[:, at, first] - logits[:, at, second], name)
+        return ResolvedMetric(lambda logits: logits[:, first] - logits[:, second], name, at)
     if isinstance(metric, Logit):
         token, at = token_id(engine, metric.token), _position(metric.position, length)
         return ResolvedMetric(
-            lambda logits: logits[:, at, token], f"logit of {_shown(engine, token)} at {at}"
+            lambda logits: logits[:, token], f"logit of {_shown(engine, token)} at {at}", at
         )
     if isinstance(metric, LogProb):
         token, at = token_id(engine, metric.token), _position(metric.position, length)
         name = f"log-probability of {_shown(engine, token)} at {at}"
-        return ResolvedMetric(lambda logits: logits[:, at].log_softmax(-1)[:, token], name)
+        return ResolvedMetric(lambda logits: logits.log_softmax(-1)[:, token], name, at)
     if callable(metric):
-        return ResolvedMetric(_per_text(metric), getattr(metric, "__name__", type(metric).__name__))
+        compute = _per_text(metric, gradients)
+        return ResolvedMetric(compute, getattr(metric, "__name__", type(metric).__name__))
     raise OptionError(f"metric is {quoted(metric)}, expected {_FORMS}.")
 
 
@@ -137,16 +147,20 @@ def _position(position: int, length: int) -> int:
     return int(position) % length
 
 
-def _per_text(fn: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _per_text(fn: Callable[[torch.Tensor], Any], gradients: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     def compute(logits: torch.Tensor) -> torch.Tensor:
         numbers = []
         for each in logits:
             number = fn(each)
+            if not gradients and isinstance(number, (int, float)):
+                number = torch.tensor(float(number))
             if not isinstance(number, torch.Tensor) or number.numel() != 1:
                 shown = f"shape {tuple(number.shape)}" if isinstance(number, torch.Tensor) else quoted(number)
                 raise OptionError(
                     f"the metric returned {shown}, expected a tensor of one number computed from the logits."
                 )
+            if not gradients and bool(number.isnan()):
+                raise OptionError("the metric returned NaN. Check it with engine.logits(prompt).")
             numbers.append(number.reshape(()))
         return torch.stack(numbers)
 

@@ -6,8 +6,7 @@ not as many as it has cells."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import torch
 
 from birkhoff import notebook
 from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
-from birkhoff.analysis.metric import token_id
+from birkhoff.analysis.metric import resolve_metric
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
 from birkhoff.hooks.site_names import refusal, select
@@ -27,8 +26,6 @@ from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
-
-Metric = Callable[[torch.Tensor], Any]  # takes the logits [T, vocab] of a text
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +137,7 @@ def patch_sweep(
     target = _one_text(engine, corrupt)
     sites = _sites(engine, over, layers)
     run = _run_of(engine, clean, {hook: list(rows) for hook, rows in sites.items()})
-    measure = _metric(engine, metric)
+    measure = resolve_metric(engine, metric, len(target), gradients=False)
     labels: dict[str, list[Any]] = {}
     if is_list(over):
         labels["hook"] = list(sites)
@@ -170,7 +167,7 @@ def patch_sweep(
         for together in passes(texts):
             count += 1
             hidden = run_texts(engine, [texts[i] for i in together], [everything[i] for i in together])
-            values += [measure(engine, rows) for rows in hidden]
+            values += [measure.of_hidden(engine, rows) for rows in hidden]
             if advance is not None:
                 advance(len(values))
     shape = [len(each) for each in labels.values()]
@@ -178,7 +175,7 @@ def patch_sweep(
         torch.tensor(values[:-1], dtype=torch.float64).view(shape).float(),
         tuple(labels),
         labels,
-        measure(engine, None, run.logits),
+        float(resolve_metric(engine, metric, len(run.logits), gradients=False)(run.logits.unsqueeze(0))),
         values[-1],
         engine.token_texts(target),
         count,
@@ -258,38 +255,3 @@ def _streams(engine: Engine, streams: Any) -> list[int] | None:
     raise OptionError(
         f'streams is {quoted(streams)}, expected "each", a list of streams, or None for all together.'
     )
-
-
-def _metric(engine: Engine, metric: Any) -> Callable[..., float]:
-    """A function of the engine and the hidden rows of a text, or its logits: a number."""
-    if callable(metric):
-
-        def measure(engine: Engine, rows: torch.Tensor | None, logits: torch.Tensor | None = None) -> float:
-            value = metric(engine.model.logits(rows) if logits is None else logits)
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise OptionError(
-                    f"the metric returned a tensor of {tuple(value.shape)}, expected one number for the logits "
-                    "[T, vocab] of a text."
-                )
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                raise OptionError(f"the metric returned {quoted(value)}, expected a number.") from None
-            if math.isnan(number):
-                raise OptionError("the metric returned NaN. Check it with engine.logits(prompt).")
-            return number
-
-        return measure
-    pair = tuple(metric) if isinstance(metric, (list, tuple)) else (metric,)
-    if len(pair) > 2:
-        raise OptionError(
-            f"metric is {quoted(metric)}, expected a function of the logits, a token, or two tokens whose logits are "
-            "subtracted."
-        )
-    ids = [token_id(engine, token) for token in pair]
-
-    def at_end(engine: Engine, rows: torch.Tensor | None, logits: torch.Tensor | None = None) -> float:
-        last = engine.model.logits(rows[-1:])[0] if rows is not None else logits[-1]  # type: ignore[index]
-        return float(last[ids[0]] - last[ids[1]]) if len(ids) == 2 else float(last[ids[0]])
-
-    return at_end

@@ -5,7 +5,9 @@ of the text or at --position."""
 
 from __future__ import annotations
 
+import inspect
 import json as json_module
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,84 +42,89 @@ GradientSteps = Annotated[int, typer.Option(help="Points at which gradients are 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@shared_options("Model")
+def _explains(verb: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that say what is explained and how. The command gets the engine, the text, the keywords of
+    `engine.attribute` and `engine.circuit`, whether to print JSON, and its own options."""
+    own = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    def command(
+        text: Text,
+        token: Token,
+        other: Other = None,
+        position: Position = -1,
+        over: Over = None,
+        baseline: Baseline = "zero",
+        method: Method = "gradient",
+        steps: GradientSteps = 16,
+        steer: Steer = None,
+        json: Json = False,
+        **options: Any,
+    ) -> None:
+        given = {p.name: options.pop(p.name) for p in own}
+        load_options, _ = split_options(options)
+        parsed = parse_steer(steer)
+        text = read_prompt(text)
+        with open_engine(load_options) as engine:
+            keywords = {
+                "metric": _metric(token, other, position),
+                "over": _attached(engine, over),
+                "baseline": baseline,
+                "method": method,
+                "steps": steps,
+                "steer": load_vectors(parsed, engine) or None,
+            }
+            verb(engine, text, keywords, json, **given)
+
+    *shared, rest = inspect.signature(command).parameters.values()
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*(p.replace(kind=p.KEYWORD_ONLY) for p in shared), *own, rest]
+    )
+    command.__annotations__ |= {p.name: verb.__annotations__[p.name] for p in own}
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    return shared_options("Model")(command)
+
+
+@_explains
 def attribute(
-    text: Text,
-    token: Token,
-    other: Other = None,
-    position: Position = -1,
-    over: Over = None,
-    baseline: Baseline = "zero",
-    method: Method = "gradient",
-    steps: GradientSteps = 16,
+    engine: Engine,
+    text: str,
+    keywords: dict[str, Any],
+    json: bool,
+    *,
     top: Annotated[int, typer.Option(help="Number of parts to print.")] = 20,
-    steer: Steer = None,
-    json: Json = False,
-    **options: Any,
 ) -> None:
     """Score parts of the model by how much a prediction depends on them."""
-    load_options, _ = split_options(options)
-    parsed = parse_steer(steer)
-    text = read_prompt(text)
-    with open_engine(load_options) as engine:
-        result = engine.attribute(
-            text,
-            _metric(token, other, position),
-            _attached(engine, over),
-            baseline=baseline,
-            method=method,
-            steps=steps,
-            steer=load_vectors(parsed, engine) or None,
-        )
-        if json:
-            typer.echo(json_module.dumps(result.to_json(top)))
-            return
-        typer.echo(f"{escape_control(result.metric)}: {result.value:.4f}", err=True)
-        _print_nodes(result.top(top), result.tokens)
+    result = engine.attribute(text, **keywords)
+    if json:
+        typer.echo(json_module.dumps(result.to_json(top)))
+        return
+    typer.echo(f"{escape_control(result.metric)}: {result.value:.4f}", err=True)
+    _print_nodes(result.top(top), result.tokens)
 
 
-@shared_options("Model")
+@_explains
 def circuit(
-    text: Text,
-    token: Token,
-    other: Other = None,
-    position: Position = -1,
-    over: Over = None,
-    baseline: Baseline = "zero",
+    engine: Engine,
+    text: str,
+    keywords: dict[str, Any],
+    json: bool,
+    *,
     faithfulness: Annotated[
         float, typer.Option(help="Share of the metric that the circuit must keep.")
     ] = 0.8,
-    method: Method = "gradient",
-    steps: GradientSteps = 16,
-    steer: Steer = None,
-    json: Json = False,
-    **options: Any,
 ) -> None:
     """Find the parts that a prediction needs, and verify them by ablating all others."""
-    load_options, _ = split_options(options)
-    parsed = parse_steer(steer)
-    text = read_prompt(text)
-    with open_engine(load_options) as engine:
-        found = engine.circuit(
-            text,
-            _metric(token, other, position),
-            _attached(engine, over),
-            baseline=baseline,
-            faithfulness=faithfulness,
-            method=method,
-            steps=steps,
-            steer=load_vectors(parsed, engine) or None,
-        )
-        if json:
-            typer.echo(json_module.dumps(found.to_json()))
-            return
-        typer.echo(f"{escape_control(found.metric)}: {found.measured.full:.4f}\n{found}", err=True)
-        _print_nodes(found.nodes, found.tokens)
-        if found.edges:
-            typer.echo("\nedges, by stream:")
-        for edge in found.edges:
-            names = " -> ".join(_place(end, found.tokens) for end in (edge.source, edge.target))
-            typer.echo(f"{edge.score:+9.4f}  stream {edge.stream}  {names}")
+    found = engine.circuit(text, faithfulness=faithfulness, **keywords)
+    if json:
+        typer.echo(json_module.dumps(found.to_json()))
+        return
+    typer.echo(f"{escape_control(found.metric)}: {found.measured.full:.4f}\n{found}", err=True)
+    _print_nodes(found.nodes, found.tokens)
+    if found.edges:
+        typer.echo("\nedges, by stream:")
+    for edge in found.edges:
+        names = " -> ".join(_place(end, found.tokens) for end in (edge.source, edge.target))
+        typer.echo(f"{edge.score:+9.4f}  stream {edge.stream}  {names}")
 
 
 def _metric(token: str, other: str | None, position: int) -> dict[str, Any]:

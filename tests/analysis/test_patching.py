@@ -224,15 +224,15 @@ def test_refusals(engine, clean):
         (OptionError, "streams is 2", lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, HOOK, streams=2)),
         (OptionError, "an id 0..511", lambda: engine.patch_sweep(CLEAN, CORRUPT, 512, "mlp_out")),
         (OptionError, "is 2 tokens", lambda: engine.patch_sweep(CLEAN, CORRUPT, "ab", "mlp_out")),
-        (OptionError, "two tokens", lambda: engine.patch_sweep(CLEAN, CORRUPT, (1, 2, 3), "mlp_out")),
+        (OptionError, "a pair of tokens", lambda: engine.patch_sweep(CLEAN, CORRUPT, (1, 2, 3), "mlp_out")),
         (
             OptionError,
-            "expected one number",
+            "a tensor of one number",
             lambda: engine.patch_sweep(CLEAN, CORRUPT, lambda x: x, "mlp_out"),
         ),
         (
             OptionError,
-            "expected a number",
+            "a tensor of one number",
             lambda: engine.patch_sweep(CLEAN, CORRUPT, lambda x: "a", "mlp_out"),
         ),
         (OptionError, "NaN", lambda: engine.patch_sweep(CLEAN, CORRUPT, lambda x: float("nan"), "mlp_out")),

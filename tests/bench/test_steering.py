@@ -31,6 +31,11 @@ def test_rows_have_their_setting_and_limit(tiny):
         "mixer",
         "experts",
         "gated",
+        "head",
+        "key mask",
+        "sink",
+        "blocks",
+        "entries",
         "reconstruction",
     ]
     for row in rows:
@@ -69,6 +74,11 @@ def test_contenders_steer_as_named(tiny):
         "mixer": (0, {10}),
         "experts": (0, {10}),
         "gated": (0, {10}),
+        "head": (0, {10}),
+        "key mask": (0, {10}),
+        "sink": (0, {10}),
+        "blocks": (0, {10}),
+        "entries": (0, {10}),
     }
 
 

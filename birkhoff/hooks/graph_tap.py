@@ -70,7 +70,7 @@ class GraphPlan(NamedTuple):
     row_edits: dict[Key, RowEditsByKind]
     uses: dict[tuple[Key, SpliceGroup], Uses]
     gates: StepGates
-    rules: dict[int, KeyRules]  # by layer
+    rules: Mapping[int, KeyRules] = {}  # by layer
 
 
 class AttentionShape(NamedTuple):

@@ -20,6 +20,7 @@
     │   │   └── ContextError     context-length    a prompt longer than the context
     │   ├── ChatError            chat-invalid      a conversation or completion that violates the format
     │   ├── DataError            data-invalid      a data file or one of its records
+    │   ├── PackageMissing       package-missing   an optional package that is not installed
     │   ├── SiteError            site-unknown      a hook or layer that the model does not have
     │   ├── SelectorError        selector-invalid  an invalid selection of layers or positions
     │   ├── SteeringError        steering-invalid  an edit or vector that cannot be applied
@@ -166,6 +167,10 @@ class ChatError(RequestError):
 
 class DataError(RequestError):
     code = "data-invalid"
+
+
+class PackageMissing(RequestError):
+    code = "package-missing"
 
 
 class SiteError(RequestError):

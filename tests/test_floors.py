@@ -20,7 +20,7 @@ FLOORS = [
     "model mhc",
     "decode",
     "engine capture steering sae text weights",
-    "planning hf",
+    "planning hf data",
     "output trace vllm",
     "analysis report",
     "api",
@@ -50,6 +50,7 @@ CORE = {
 COMPILERS = {"numba", "triton"}  # optional for kernels
 OPTIONAL = {
     "hf": {"transformers"},
+    "data": {"pyarrow", "zstandard", "datasets", "zarr"},
     "vllm": {"vllm", "fastapi", "starlette"},
     "kernels": COMPILERS,
     "weights": {"gguf"},

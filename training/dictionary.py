@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.analysis.dataset import DataFile
 from birkhoff.analysis.harvest import harvest
 from birkhoff.analysis.sae_features import explain
 from birkhoff.analysis.sae_quality import loss_recovered, row_quality
 from birkhoff.analysis.sae_rows import StoreRows
 from birkhoff.analysis.sae_train import train_sae
 from birkhoff.capture.spec.request import Capture
+from birkhoff.data.texts import open_texts
 from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
@@ -73,7 +73,7 @@ def _conversation(record: dict[str, str]) -> list[dict[str, str]]:
 
 
 def harvest_rows(engine: birkhoff.Engine, work: Path) -> None:
-    texts = DataFile(work / "train.jsonl")
+    texts = open_texts(work / "train.jsonl")
     wish = Capture(
         {HOOK: HARVESTED}, positions={"prompt": {"exclude": {"token_ids": list(MARKS)}}}, dtype="bf16"
     )

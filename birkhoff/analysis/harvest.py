@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from birkhoff import notebook
 from birkhoff.analysis import run_manifest
-from birkhoff.analysis.dataset import DatasetText
 from birkhoff.capture.planner import FILES, CapturePlanner
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.store.finished import forget, survey
 from birkhoff.capture.store.naming import slug
 from birkhoff.capture.store.repair import repair
+from birkhoff.data.texts import DatasetText
 from birkhoff.engine.request import Request
 from birkhoff.errors import (
     CapacityError,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from birkhoff.analysis.dataset import DatasetText
 from birkhoff.analysis.harvest import harvest
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.store.row_reader import iter_rows
+from birkhoff.data.texts import DatasetText
 from birkhoff.errors import OptionError, quoted
 
 if TYPE_CHECKING:

@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from birkhoff.cli.engine_io import open_engine
-from birkhoff.cli.options import Json, shared_options, split_options
+from birkhoff.cli.options import DATA_HELP, Json, shared_options, split_options
 from birkhoff.cli.parsers import parse_hooks, parse_positions, parse_streams
 from birkhoff.cli.terminal import print_status, progress_bar
+from birkhoff.data.texts import open_texts
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
-    from birkhoff.analysis.dataset import DatasetText
+    from birkhoff.data.texts import DatasetText
 
 MAX_REQUESTS = 8
 
 
 @shared_options("Model", without=("dtype",))
 def capture(
-    data: Annotated[
-        Path | None, typer.Argument(help="A .jsonl, .txt or .parquet file.", show_default=False)
-    ] = None,
+    data: Annotated[str | None, typer.Argument(help=DATA_HELP, show_default=False)] = None,
     hooks: Annotated[
         str | None,
         typer.Option(help='Hooks and layers: "mlp_out=*;mhc_streams_pre_attn=4,6..8".', show_default=False),
@@ -92,12 +91,11 @@ def capture(
 
     from birkhoff.analysis.harvest import estimate_harvest, harvest
     from birkhoff.capture.spec.request import Capture
-    from birkhoff.cli.data_files import open_data
 
     spec = Capture.from_json({name: value for name, value in fields.items() if value is not None})
-    source = open_data(data, text_field, whole_file)
+    source = open_texts(data, text_field, whole_file)
     description = source.describe()
-    total = description["texts"] if limit is None else min(limit, description["texts"])
+    total = min((count for count in (limit, description["texts"]) if count is not None), default=None)
     texts: Iterable[DatasetText] = itertools.islice(source, limit)
     with open_engine(load_options, MAX_REQUESTS) as engine:
         if not load_options["batch_invariant"]:

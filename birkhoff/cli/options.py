@@ -122,6 +122,11 @@ SERVER = tuple(
     for each in fields(ServerSettings)
 )
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+DATA_HELP = (
+    "A .jsonl, .txt or .parquet file (.zst or .gz too), a folder of them or of save_to_disk, or "
+    "datasets:NAME?split=train."
+)
+Texts = Annotated[str, typer.Option(help=DATA_HELP, show_default=False)]
 PANELS = {"Model": ENGINE, "Sampling": SAMPLING, "Server": SERVER}
 _SAMPLING_NAMES = {flag.name for flag in SAMPLING}
 

@@ -274,13 +274,13 @@ def _byte_progress() -> Iterator[ProgressCallback]:
     begun = last = time.monotonic()
     first: int | None = None
 
-    def tell(done: int, total: int) -> None:
+    def tell(done: int, total: int | None) -> None:
         nonlocal last, first
         now = time.monotonic()
         first = done if first is None else first
         if now - last >= _STATUS_SECONDS or done == total:
             last = now
             speed = (done - first) / max(now - begun, 1e-3)
-            print_status(f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(speed)}/s")
+            print_status(f"{format_bytes(done)} of {format_bytes(total or 0)}, {format_bytes(speed)}/s")
 
     yield tell

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.cli.data_files import open_data, read_texts
 from birkhoff.cli.engine_io import open_engine
-from birkhoff.cli.options import Json, shared_options, split_options
+from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
 from birkhoff.cli.terminal import print_status, progress_bar
+from birkhoff.data.texts import open_texts, read_texts
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train(
         Path | None, typer.Option(help="Directory of stored captures (a tag).", show_default=False)
     ] = None,
     texts: Annotated[
-        Path | None, typer.Option(help="Data file of texts to run instead.", show_default=False)
+        str | None, typer.Option(help=f"Texts to run instead. {DATA_HELP}", show_default=False)
     ] = None,
     view: Annotated[
         str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
@@ -136,7 +136,7 @@ def train(
         if live:
             run(LiveRows(engine, list(_token_ids(engine, texts)), hook, layer, view, batch_rows, seed))
             return
-        data, kept = open_data(texts), out / "rows" if rows is None else rows
+        data, kept = open_texts(texts), out / "rows" if rows is None else rows
         description = data.describe()
         with progress_bar("running", "texts") as advance:
             source = kept_rows(
@@ -160,9 +160,7 @@ def train(
 @shared_options("Model")
 def evaluate(
     directory: Directory,
-    texts: Annotated[
-        Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)
-    ],
+    texts: Texts,
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
@@ -200,9 +198,7 @@ def evaluate(
 @shared_options("Model")
 def features_of(
     directory: Directory,
-    texts: Annotated[
-        Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)
-    ],
+    texts: Texts,
     feature: Annotated[
         list[int] | None, typer.Option(help="Only this feature; repeatable.", show_default=False)
     ] = None,
@@ -391,11 +387,11 @@ def _copy(
     )
 
 
-def _token_ids(engine: Engine, path: Path, sae: Sae | None = None) -> Iterator[list[int]]:
-    """The tokens of every text of a file, begun as the dictionary expects it."""
+def _token_ids(engine: Engine, data: str, sae: Sae | None = None) -> Iterator[list[int]]:
+    """The tokens of every text of a data set, begun as the dictionary expects it."""
     from birkhoff.analysis.sae_rows import text_ids
 
-    for text in read_texts(path):
+    for text in read_texts(data):
         if not isinstance(text, str):
             yield engine.encode_chat(text)
         else:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-ProgressCallback = Callable[[int, int], None]  # (done, total)
+ProgressCallback = Callable[[int, int | None], None]  # (done, total)
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

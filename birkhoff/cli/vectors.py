@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.data_files import read_texts
 from birkhoff.cli.engine_io import open_engine
-from birkhoff.cli.options import Json, shared_options, split_options
+from birkhoff.cli.options import Json, Texts, shared_options, split_options
 from birkhoff.cli.parsers import parse_floats, parse_layers, parse_streams, parse_words
 from birkhoff.cli.terminal import print_status, progress_bar
+from birkhoff.data.texts import read_texts
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Create, search, list, show and import steering vectors.")
 MAX_REQUESTS = 16
 EXPERT_COUNTS, EXPERT_STRENGTHS = (4, 12), (0.3, 1.0)
-Texts = Annotated[Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)]
 
 
 @app.command()
@@ -59,7 +58,7 @@ def contrast(
         ),
     ] = False,
     requests: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="With --experts: prompts to generate answers for, to search for the best edit.",
             show_default=False,
@@ -115,11 +114,11 @@ def contrast(
 
 
 def _contrast_experts(
-    positive: Path,
-    negative: Path,
+    positive: str,
+    negative: str,
     layers: str,
     out: Path | None,
-    requests: Path | None,
+    requests: str | None,
     up: str,
     down: str,
     json: bool,
@@ -178,7 +177,7 @@ def search(
     positive: Texts,
     negative: Texts,
     requests: Annotated[
-        Path, typer.Option(help="Prompts to generate answers for, one per line.", show_default=False)
+        str, typer.Option(help="Prompts to generate answers for, one per line.", show_default=False)
     ],
     up: Annotated[str, typer.Option(help="Words that indicate the positive side, joined by commas.")] = "",
     down: Annotated[str, typer.Option(help="Words that indicate the negative side.")] = "",

@@ -20,6 +20,7 @@ from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
 from birkhoff.cli.config_file import read_defaults
 from birkhoff.cli.convert import convert
+from birkhoff.cli.export import export
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
 from birkhoff.cli.pull import pull
@@ -63,6 +64,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(capture)
+app.command()(export)
 app.command()(report)
 app.command()(attribute)
 app.command()(circuit)

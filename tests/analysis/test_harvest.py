@@ -17,10 +17,10 @@ import torch
 
 import birkhoff
 from birkhoff import Add, Capture
-from birkhoff.analysis.dataset import DataFile, DatasetText
 from birkhoff.analysis.harvest import estimate_harvest, harvest
 from birkhoff.capture.store.reader import read_request, read_sharded, to_torch
 from birkhoff.convert.synth import synth
+from birkhoff.data.texts import DatasetText, open_texts
 from birkhoff.errors import CaptureLocked, CaptureSettings, CaptureValidationError, DataError, OptionError
 from tests.cli.conftest import COMMAND, clean_environment
 from tests.sizes import scaled
@@ -138,7 +138,7 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
         str(out),
         "--json",
     ]
-    whole = harvest(engine, DataFile(data), Capture(HOOKS), tmp_path / "whole")
+    whole = harvest(engine, open_texts(data), Capture(HOOKS), tmp_path / "whole")
     interrupted = 0
     for attempt in range(kills):
         process = subprocess.Popen(
@@ -290,15 +290,15 @@ def test_a_bad_text_is_named_by_its_line_or_skipped_and_counted(engine, tmp_path
     data.write_text(f'{{"text": "good"}}\n\n{line}\n{{"prompt": "also ", "text": "good"}}\n')
     spec = Capture({"mlp_out": [0]})
     with pytest.raises(DataError, match=words):
-        harvest(engine, DataFile(data), spec, tmp_path / "strict")
+        harvest(engine, open_texts(data), spec, tmp_path / "strict")
     with pytest.raises(DataError, match=words):
-        estimate_harvest(engine, DataFile(data), spec)
-    report = harvest(engine, DataFile(data), spec, tmp_path / "out", skip_bad=True)
+        estimate_harvest(engine, open_texts(data), spec)
+    report = harvest(engine, open_texts(data), spec, tmp_path / "out", skip_bad=True)
     assert (report.texts, report.skipped, len(report.bad_texts)) == (2, 1, 1)
     read = read_sharded(tmp_path / "out" / "harvest")
     assert sorted(read) == ["000000000", "000000002"]  # the invalid text keeps its index
     assert read["000000002"]["mlp_out", 0].token_ids == engine.prompt_ids("also good")
-    assert estimate_harvest(engine, DataFile(data), spec, skip_bad=True).skipped == 1
+    assert estimate_harvest(engine, open_texts(data), spec, skip_bad=True).skipped == 1
 
 
 def test_an_invalid_capture_is_not_attributed_to_a_text(engine, tmp_path):
@@ -314,28 +314,32 @@ def test_an_invalid_capture_is_not_attributed_to_a_text(engine, tmp_path):
 def test_lines_and_whole_files(engine, tmp_path):
     file = tmp_path / "poem.txt"
     file.write_bytes("first line\r\n\n  second – line\n".encode())
-    lines, whole = list(DataFile(file)), list(DataFile(file, whole_file=True))
+    lines, whole = list(open_texts(file)), list(open_texts(file, whole_file=True))
     assert lines == [
         DatasetText(0, f"{file} line 1", "first line"),
         DatasetText(1, f"{file} line 3", "  second – line"),
     ]
     assert [text.prompt for text in whole] == ["first line\r\n\n  second – line"]
-    assert (DataFile(file).describe()["texts"], DataFile(file, whole_file=True).describe()["texts"]) == (2, 1)
+    assert (open_texts(file).describe()["texts"], open_texts(file, whole_file=True).describe()["texts"]) == (
+        2,
+        1,
+    )
     file.write_bytes(b"good\n\xff\xfe\n")
-    assert [text.problem for text in DataFile(file)] == [None, "is not UTF-8 (byte 0)"]
+    assert [text.problem for text in open_texts(file)] == [None, "is not UTF-8 (byte 0)"]
+    (tmp_path / "empty").mkdir()
     for path, words in (
         (tmp_path / "none.txt", "missing"),
         (tmp_path / "a.csv", "csv"),
-        (tmp_path, "ending"),
+        (tmp_path / "empty", "without data files"),
     ):
         with pytest.raises(DataError, match=words):
-            DataFile(path)
+            open_texts(path)
 
 
 def test_conversations_are_encoded_as_chats(engine, tmp_path):
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages}])
-    harvest(engine, DataFile(data), Capture({"mlp_out": [0]}), tmp_path / "out")
+    harvest(engine, open_texts(data), Capture({"mlp_out": [0]}), tmp_path / "out")
     (entries,) = read_sharded(tmp_path / "out" / "harvest").values()
     assert entries["mlp_out", 0].token_ids == engine.encode_chat(messages)
 

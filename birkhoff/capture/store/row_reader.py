@@ -13,7 +13,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,16 +87,22 @@ def iter_rows(
     verify: bool = True,
     drop_last: bool = False,
     pool_rows: int | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[CaptureEntry]:
     """Iterate over batches of `batch` rows from every capture under a directory of a tag or a request, in any layout.
 
     `dtype="float32"` decodes; otherwise rows are returned as stored and must have one dtype. With `labels`, batches
     have positions and token ids (-1 where a file has none) and the request of each row. The last batch may
-    be short. `pool_rows` is the number of rows mixed at a time when shuffling, by default 16 batches.
+    be short. `pool_rows` is the number of rows mixed at a time when shuffling, by default 16 batches. `part` (i, n)
+    selects the i-th of n parts of about equal size for one of several readers; with one seed the parts are disjoint
+    and together have every row.
     """
     check_int("batch", batch)
     if pool_rows is not None:
         check_int("pool_rows", pool_rows)
+    check_int("part[1]", part[1])
+    if not 0 <= part[0] < part[1]:
+        raise OptionError(f"part is {quoted(part)}, expected (i, n) with 0 <= i < n.")
     if dtype not in (None, "float32"):
         raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
     directory = Path(directory)
@@ -107,7 +113,45 @@ def iter_rows(
         raise CaptureFileError(
             f"{directory} holds no finished capture of {quoted(hook)}[{layer}]. Check hook and layer."
         )
-    return _batches(files, form, blocks, batch, shuffle, seed, dtype, labels, verify, drop_last, pool_rows)
+    random = np.random.default_rng(seed)
+    # All readers permute all blocks alike and take every n-th, so that shuffled parts differ from epoch to epoch.
+    order = random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))
+    blocks = blocks[order[part[0] :: part[1]]]
+    return _batches(
+        files, form, blocks, batch, random if shuffle else None, dtype, labels, verify, drop_last, pool_rows
+    )
+
+
+@dataclass(frozen=True)
+class StoredSite:
+    """What a run holds of one hook and layer. `numbered`: all its requests are named by decimal numbers."""
+
+    rows: int
+    dtype: str
+    row_shape: tuple[int, ...]
+    axes: tuple[str, ...] | None
+    numbered: bool
+
+
+def stored_sites(directory: str | os.PathLike[str]) -> dict[tuple[str, int], StoredSite]:
+    """The sites of all finished captures under a directory of a tag or a request, in any layout."""
+    found: dict[tuple[str, int], StoredSite] = {}
+    for sidecar in _sidecars(Path(directory)):
+        with CaptureFile(sidecar, labels=False) as file:
+            for record in file.records:
+                entry, known = record.unread, found.get(record.site)
+                request = record.request_id or str(file.facts.get("request_id", ""))
+                axes = None if entry.axes is None else tuple(entry.axes)
+                found[record.site] = StoredSite(
+                    record.rows + (0 if known is None else known.rows),
+                    entry.dtype if known is None else known.dtype,
+                    record.form[1] if known is None else known.row_shape,
+                    axes if known is None else known.axes,
+                    request.isdecimal() and (known is None or known.numbered),
+                )
+    if not found:
+        raise CaptureFileError(f"{directory} holds no finished capture. Give the directory of a tag.")
+    return dict(sorted(found.items()))
 
 
 def _batches(
@@ -115,28 +159,28 @@ def _batches(
     form: tuple[str, tuple[int, ...]],
     blocks: Array,
     batch: int,
-    shuffle: bool,
-    seed: int,
+    random: np.random.Generator | None,
     dtype: str | None,
     labels: bool,
     verify: bool,
     drop_last: bool,
     pool_rows: int | None,
 ) -> Iterator[CaptureEntry]:
-    random = np.random.default_rng(seed)
-    most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
+    """Read blocks in order; with `random`, draw batches from a pool of their rows."""
+    most = batch if random is None else max(pool_rows or POOL_BATCHES * batch, batch)
     batches: list[CaptureEntry] = []
     count = 0
     try:
-        for last, index in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
-            batches.append(_loaded(files, _RowBlock(*blocks[index].tolist()), form, dtype, labels, verify))
+        for number, block in enumerate(blocks):
+            last = number == len(blocks) - 1
+            batches.append(_loaded(files, _RowBlock(*block.tolist()), form, dtype, labels, verify))
             count += len(batches[-1])
             if count < most and not last:
                 continue
             pool = concatenate(batches)
-            order = random.permutation(count) if shuffle else np.arange(count)
+            order = np.arange(count) if random is None else random.permutation(count)
             # Keep half of a shuffled pool, so that its rows mix with rows read later.
-            keep = 0 if last or not shuffle else count // 2
+            keep = 0 if last or random is None else count // 2
             first = 0
             while count - first >= batch and count - first > keep:
                 yield pool.take(order[first : first + batch])
@@ -146,11 +190,6 @@ def _batches(
             yield batches[0]
     finally:
         files.close()
-
-
-def _with_last(indices: Array) -> Iterator[tuple[bool, int]]:
-    for order, index in enumerate(indices):
-        yield order == len(indices) - 1, int(index)
 
 
 def _sidecars(directory: Path) -> list[Path]:

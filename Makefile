@@ -9,7 +9,7 @@ TESTS := $(VENV)/.tests
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-page test-vllm check bench fuzz audit release reference clean
+.PHONY: help demo serve test test-all test-page test-vllm test-ray check bench fuzz audit release reference clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  run the test suite at full size"
 	@echo "make test-page run the web page tests in Chromium"
 	@echo "make test-vllm run the tests of the backend vllm in an environment of its own"
+	@echo "make test-ray  run the tests of captures on a local Ray cluster"
 	@echo "make fuzz      attack bodies, connections and files for SECONDS (60)"
 	@echo "make audit     list dependencies with known advisories"
 	@echo "make release   build the wheel and write its bill of materials to dist/"
@@ -75,6 +76,11 @@ $(VLLM)/.tests: requirements-vllm.txt pyproject.toml
 # Warnings of vLLM and of what it imports are not ours.
 test-vllm: $(VLLM)/.tests
 	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -o filterwarnings=default tests/vllm
+
+# Ray is a package of 80 MB, and starting a cluster takes up to a minute on two busy cores: not part of `make test`.
+test-ray: $(TESTS)
+	@$(PIP) install -q -r requirements-ray.txt
+	BIRKHOFF_RAY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o filterwarnings=default tests/test_ray_capture.py
 
 # Findings are shrunk and kept in tests/fuzz/cases. A failed run is repeated with make fuzz SEED=N.
 SECONDS ?= 60

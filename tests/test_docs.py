@@ -42,7 +42,15 @@ from tests.sizes import FULL
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 LANGUAGES = {"sh", "python", "json", "toml", "text"}
-NEEDS = {"a GPU", "real weights", "hours", "a container engine", "the network", "the source tree"}
+NEEDS = {
+    "a GPU",
+    "real weights",
+    "hours",
+    "a container engine",
+    "a Ray cluster",
+    "the network",
+    "the source tree",
+}
 FOREIGN = {
     "no",
     "no-deps",

@@ -24,7 +24,7 @@ FLOORS = [
     "output trace vllm",
     "analysis report",
     "api",
-    "server web convert validate plot",
+    "server web convert validate plot ray_capture",
     "cli",
 ]
 SHARED = {

@@ -23,6 +23,7 @@ from birkhoff.errors import CaptureSettings
 from birkhoff.small_file import MANIFEST_BYTES, read_json
 
 NAME = "harvest.json"
+PARTS = ".parts"  # folder of the parts of a harvest by several processes, until they are joined
 VERSION = 1
 _SAMPLES = 64
 
@@ -32,10 +33,14 @@ def begin(root: Path, settings: Mapping[str, Any]) -> list[str]:
 
     Returns the differences of the environment; raises `CaptureSettings` if the settings differ.
     """
-    current = environment()
+    return compare(root, {"version": VERSION, "settings": dict(settings), "environment": environment()})
+
+
+def compare(root: Path, content: Mapping[str, Any]) -> list[str]:
+    """`begin` with a whole manifest, which may be that of another process."""
+    settings, current = content["settings"], content["environment"]
     manifest = read(root)
     if manifest is None:
-        content = {"version": VERSION, "settings": dict(settings), "environment": current}
         write_atomic(root / NAME, json.dumps(content, indent=1) + "\n")
         return []
     normalized = json.loads(json.dumps(settings))
@@ -87,7 +92,7 @@ def model_digest(model: LanguageModel) -> str:
 
 def _is_leftover(name: str) -> bool:
     """Whether a file can be left by a run killed before it wrote its manifest."""
-    return name.startswith((".lock", NAME + "."))
+    return name.startswith((".lock", NAME + ".")) or name == PARTS
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -23,6 +23,7 @@ from birkhoff.data.texts import open_texts
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
+    from birkhoff.analysis.harvest import HarvestReport
     from birkhoff.data.texts import DatasetText
 
 MAX_REQUESTS = 8
@@ -68,6 +69,35 @@ def capture(
             help="Finalize the files an aborted run left in this directory and exit.", show_default=False
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Run on a Ray cluster: auto, HOST:6379, ray://HOST:10001, or local.",
+            metavar="ADDRESS",
+            show_default=False,
+            rich_help_panel="Ray",
+        ),
+    ] = None,
+    ray_actors: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of engines. [default: one per GPU, or per machine]",
+            show_default=False,
+            rich_help_panel="Ray",
+        ),
+    ] = None,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option(
+            help="GPUs of an engine. [default: 1 if there are some]",
+            show_default=False,
+            rich_help_panel="Ray",
+        ),
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(help="CPUs of an engine.", rich_help_panel="Ray")] = 1,
+    ray_part: Annotated[
+        int, typer.Option(help="Texts that an engine gets at a time.", rich_help_panel="Ray")
+    ] = 256,
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -93,6 +123,33 @@ def capture(
     from birkhoff.capture.spec.request import Capture
 
     spec = Capture.from_json({name: value for name, value in fields.items() if value is not None})
+    if ray is not None:
+        if dry_run:
+            raise OptionError(
+                "--dry-run counts without running anything, so it needs no --ray. Leave it out."
+            )
+        assert out is not None
+        from birkhoff.ray_capture import capture_on_ray
+
+        with progress_bar("harvesting", "texts") as advance:
+            joined = capture_on_ray(
+                ray,
+                data,
+                spec,
+                out,
+                load_options,
+                actors=ray_actors,
+                gpus=ray_gpus,
+                cpus=ray_cpus,
+                part_texts=ray_part,
+                text_field=text_field,
+                whole_file=whole_file,
+                limit=limit,
+                skip_bad=skip_bad,
+                progress=advance,
+            )
+        _print_report(joined, json)
+        return
     source = open_texts(data, text_field, whole_file)
     description = source.describe()
     total = min((count for count in (limit, description["texts"]) if count is not None), default=None)
@@ -125,6 +182,10 @@ def capture(
         line = f"{estimate.texts} texts, {estimate.tokens} tokens: {bound}{estimate.rows} rows, {size}"
         typer.echo(json_module.dumps(estimate.to_json()) if json else line)
         return
+    _print_report(report, json)
+
+
+def _print_report(report: HarvestReport, json: bool) -> None:
     for notice in report.notices:
         print_status(notice)
     _print_skipped(report.skipped, report.bad_texts)

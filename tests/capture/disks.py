@@ -47,6 +47,10 @@ class SoftDisk(Disk):
         self.note("rename", old)
         super().rename(old, new)
 
+    def link(self, old: str, new: str) -> None:
+        self.note("link", old)
+        super().link(old, new)
+
     def unlink(self, path: str) -> None:
         self.note("unlink", path)
         super().unlink(path)

@@ -52,6 +52,10 @@ class Disk:
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
 
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name."""
+        os.link(old, new, follow_symlinks=False)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 

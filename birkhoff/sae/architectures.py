@@ -9,7 +9,7 @@
     gated       a gate chooses, with an L1 penalty whose weight is   a gated dictionary
                 adjusted until k features are kept on average
 
-k is the number of features per row for all of them, exactly or on average. To add a kind, derive from `Architecture`
+k is the number of features per row for all of them, exactly or on average. To add a kind, derive from `DictionaryKind`
 and enter it in `ARCHITECTURES`: the trainer calls `start` once, `choose` for every batch, `gradients` with the gradient
 of every kept value, `adjust` after the update, and `export` at the end. All numbers here are those of centred and
 scaled rows, whose squares sum to their width on average, so that defaults do not depend on the model.
@@ -59,7 +59,7 @@ class BatchLoss:
     value_gradients: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Architecture:
+class DictionaryKind:
     """One kind of dictionary. `scalars` are numbers that persist from step to step and are part of a checkpoint."""
 
     name: ClassVar[str]
@@ -104,7 +104,7 @@ class Architecture:
         raise NotImplementedError
 
 
-class TrainTopK(Architecture):
+class TrainTopK(DictionaryKind):
     name = "topk"
 
     def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
@@ -118,7 +118,7 @@ class TrainTopK(Architecture):
         return {"activation": "topk", "k": self.options.k, "rectified": True}
 
 
-class TrainBatchTopK(Architecture):
+class TrainBatchTopK(DictionaryKind):
     name = "batchtopk"
 
     def start(self, weights: Tensors, z: torch.Tensor, scalars: MutableMapping[str, float]) -> Tensors:
@@ -144,7 +144,7 @@ class TrainMatryoshka(TrainBatchTopK):
         return tuple(sorted({max(1, features >> shift) for shift in range(5)}))
 
 
-class TrainJumpRelu(Architecture):
+class TrainJumpRelu(DictionaryKind):
     """Thresholds are trained with a rectangular kernel of width `bandwidth`: pairs within it get a gradient."""
 
     name = "jumprelu"
@@ -183,7 +183,7 @@ class TrainJumpRelu(Architecture):
         return {"activation": "jumprelu", "threshold": weights["log_threshold"].exp() / unit}
 
 
-class TrainGated(Architecture):
+class TrainGated(DictionaryKind):
     """f = max(exp(log_scale) (z - c) + magnitude_bias, 0) where z > 0; c is the encoder bias, so that z - c is the part
     that depends on the row. The gate is trained by the L1 penalty of max(z, 0) and by its own reconstruction of the
     row from max(z, 0), which does not train the decoder."""
@@ -235,7 +235,7 @@ class TrainGated(Architecture):
         return {"activation": "gated", "scale": scale, "shift": shift}
 
 
-ARCHITECTURES: dict[str, type[Architecture]] = {
+ARCHITECTURES: dict[str, type[DictionaryKind]] = {
     each.name: each for each in (TrainBatchTopK, TrainTopK, TrainJumpRelu, TrainGated, TrainMatryoshka)
 }
 

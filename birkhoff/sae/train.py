@@ -177,18 +177,18 @@ class Trainer:
             self.output = self.input
         else:
             self.output = RowScale.of(checked_rows(targets.to(self.device), count=len(sample)), target_parts)
-        generator = torch.Generator().manual_seed(options.seed)
-        decoder = _unit_rows(torch.randn(options.features, len(self.output.centre), generator=generator))
-        # Starting from the decoder's transpose keeps most features alive.
-        encoder = (
-            decoder.clone()
-            if targets is None
-            else _unit_rows(torch.randn(options.features, sample.shape[1], generator=generator))
-        )
+        generator = torch.Generator(self.device).manual_seed(options.seed)
+
+        def unit_rows(width: int) -> torch.Tensor:
+            rows = torch.randn(options.features, width, generator=generator, device=self.device)
+            return rows.div_(rows.norm(dim=1, keepdim=True))
+
+        decoder = unit_rows(len(self.output.centre))
         self.weights = {
-            "encoder": encoder.to(self.device),
+            # Starting from the decoder's transpose keeps most features alive.
+            "encoder": decoder.clone() if targets is None else unit_rows(sample.shape[1]),
             "encoder_bias": torch.zeros(options.features, device=self.device),
-            "decoder": decoder.to(self.device),
+            "decoder": decoder,
             "decoder_bias": torch.zeros(len(self.output.centre), device=self.device),
         }
         self._round()
@@ -502,10 +502,6 @@ def checked_rows(rows: torch.Tensor, width: int | None = None, count: int | None
     if not rows.isfinite().all():
         raise SaeError("a row holds a number that is not finite. Look at the capture it came from.")
     return rows
-
-
-def _unit_rows(rows: torch.Tensor) -> torch.Tensor:
-    return rows.div_(rows.norm(dim=1, keepdim=True))
 
 
 def _starts(groups: torch.Tensor, count: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ class RowScale:
 
 
 @dataclass(eq=False)
-class _Batch:
+class _BatchSums:
     """What the parts of a batch add up to before the update."""
 
     codes: list[Code] = field(default_factory=list)
@@ -237,7 +237,7 @@ class Trainer:
         y = x if targets is None else self.output(self._checked(targets, self.output, len(x)))
         if (targets is None) != (self.input is self.output):
             raise SaeError("rows and targets come together: give them to the trainer and to every step.")
-        batch = _Batch()
+        batch = _BatchSums()
         dead = self.dead.nonzero().squeeze(1) if self.options.aux_weight else None
         first = 0
         for part, target in zip(x.chunk(self.options.accumulate), y.chunk(self.options.accumulate)):
@@ -263,7 +263,7 @@ class Trainer:
 
     def _add_part(
         self,
-        batch: _Batch,
+        batch: _BatchSums,
         x: torch.Tensor,
         y: torch.Tensor,
         first: int,
@@ -325,7 +325,7 @@ class Trainer:
 
     def _add_auxiliary(
         self,
-        batch: _Batch,
+        batch: _BatchSums,
         x: torch.Tensor,
         z: torch.Tensor,
         left: torch.Tensor,
@@ -353,7 +353,7 @@ class Trainer:
             known = batch.extra.get(name)
             batch.extra[name] = tensor if known is None or name == "features" else known + tensor
 
-    def _update(self, batch: _Batch, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update(self, batch: _BatchSums, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adam step. Decoder rows stay unit vectors; gradients are projected to the tangent space first. Returns which
         features fired [F], and the number of pairs."""
         features = torch.cat([code.features for code in batch.codes])

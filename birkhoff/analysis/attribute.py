@@ -177,7 +177,7 @@ def compare_texts(
     engine, ids = passes.engine, passes.ids
     keys, experts, features = _targets(engine, over, layers)
     if needs_change:
-        fixed = sorted({hook for hook, _ in keys if not engine.schema[hook].steerable})
+        fixed = sorted({hook for hook, _ in keys if not engine.schema[hook].replaceable})
         if fixed:
             raise OptionError(
                 f"{fixed[0]} can be read, not changed, so it has gradients only. Use method 'gradient' or 'inputs'."

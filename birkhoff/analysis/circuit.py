@@ -24,6 +24,7 @@ import torch
 
 from birkhoff.analysis.attribute import TextPasses, check_method, compare_texts, score_nodes
 from birkhoff.analysis.attribution import Node
+from birkhoff.analysis.circuit_svg import circuit_svg
 from birkhoff.analysis.gradients import Change
 from birkhoff.analysis.metric import resolve_metric
 from birkhoff.analysis.nodes import Nodes, SiteNodes
@@ -126,6 +127,12 @@ class Circuit:
         nodes = compare_texts(passes, self.hooks, "all", baseline, needs_change=True).nodes
         chosen = {(node.hook, node.layer, node.position, node.index) for node in self.nodes}
         return _measure(passes, nodes, torch.tensor([name in chosen for name in _names(nodes)]))
+
+    def svg(self) -> str:
+        """A picture over tokens, layers and streams: the text of an SVG file."""
+        return circuit_svg(self)
+
+    _repr_svg_ = svg
 
     def to_json(self) -> dict[str, Any]:
         return {

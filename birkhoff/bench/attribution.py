@@ -3,12 +3,13 @@
 Pairs of stories differ in one name; the metric is the logit difference of the two names where the story is about to
 mention one of them again. For each pair every node is patched exactly, and the scores of the other methods are compared
 with that: Spearman's rank correlation over all nodes, and how many of the 20 largest nodes are the same. Rows are means
-over pairs; `worst` is the lowest correlation of a pair, `times_exact` the time relative to exact patching."""
+over pairs; `worst` is the lowest correlation of a pair, `times_exact` the time relative to exact patching. Streams, of
+which there are many, are compared at three layers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ STORIES = (
     ("Once upon a time, {name} lost her hat. A bird helped", " Anna", " Lily"),
 )
 OVER = ("sublayers", "streams", "experts")
+STREAM_LAYERS = 3
 BASELINES = ("zero", "text")
 METHODS = ("gradient", "integrated", "inputs")
 
@@ -38,8 +40,8 @@ METHODS = ("gradient", "integrated", "inputs")
 class AttributionSetting:
     """Parameters, repeated in every row."""
 
-    texts: int = 8
-    steps: int = 16
+    texts: int = 4
+    steps: int = 8
     threads: int = 2
 
     def check(self) -> None:
@@ -47,7 +49,11 @@ class AttributionSetting:
 
 
 def bench_attribution(
-    model: str = "nano", setting: AttributionSetting | None = None, progress: Progress | None = None
+    model: str = "nano",
+    setting: AttributionSetting | None = None,
+    progress: Progress | None = None,
+    groups: Sequence[str] = OVER,
+    baselines: Sequence[str] = BASELINES,
 ) -> Iterator[Row]:
     """One row per group of nodes, baseline and method."""
     setting = setting or AttributionSetting()
@@ -56,8 +62,8 @@ def bench_attribution(
     with torch_threads(setting.threads), birkhoff.load(model, weights="dense") as engine:
         pairs = usable_pairs(engine)[: setting.texts]
         for done, pair in enumerate(pairs):
-            for over in OVER:
-                for baseline in BASELINES:
+            for over in groups:
+                for baseline in baselines:
                     for method, result in compare(engine, pair, over, baseline, setting.steps):
                         results.setdefault((over, baseline, method), []).append(result)
             if progress is not None:
@@ -93,6 +99,9 @@ def compare(
     """By method: rank correlation, overlap, nodes, and time relative to exact patching."""
     text, other, *names = pair
     common: dict[str, Any] = {"over": over, "baseline": other if baseline == "text" else None, "steps": steps}
+    if over == "streams":
+        count = engine.config.num_hidden_layers
+        common["layers"] = list(range(count // 6, count, max(count // STREAM_LAYERS, 1)))[:STREAM_LAYERS]
     started = time.perf_counter()
     exact = engine.attribute(text, tuple(names), method="exact", **common)
     seconds = time.perf_counter() - started

@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import json as json_module
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.generate import read_prompt
 from birkhoff.cli.options import shared_options, split_options
@@ -112,9 +114,14 @@ def circuit(
     faithfulness: Annotated[
         float, typer.Option(help="Share of the metric that the circuit must keep.")
     ] = 0.8,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also draw the circuit to this SVG file.", show_default=False)
+    ] = None,
 ) -> None:
     """Find the parts that a prediction needs, and verify them by ablating all others."""
     found = engine.circuit(text, faithfulness=faithfulness, **keywords)
+    if svg is not None:
+        write_atomic(svg, found.svg())
     if json:
         typer.echo(json_module.dumps(found.to_json()))
         return

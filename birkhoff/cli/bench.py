@@ -315,8 +315,8 @@ def interp(
 @app.command()
 def attribution(
     model: Annotated[str, typer.Option(help="Checkpoint whose text is English.")] = "nano",
-    texts: Annotated[int, typer.Option(help="Pairs of texts, up to 8.")] = 8,
-    steps: Annotated[int, typer.Option(help="Points at which gradients are integrated.")] = 16,
+    texts: Annotated[int, typer.Option(help="Pairs of texts, up to 8.")] = 4,
+    steps: Annotated[int, typer.Option(help="Points at which gradients are integrated.")] = 8,
     threads: Threads = 2,
     json: JsonLines = False,
 ) -> None:

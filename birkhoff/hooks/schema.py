@@ -88,6 +88,11 @@ class HookSchema:
         """Names of the operations that can change it: all that take vectors if it is steerable."""
         return VECTOR_OPS if self.steerable else self.ops
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether its rows can be replaced by others: those of mixers can, though they take no vectors."""
+        return self.steerable or "patch" in self.ops
+
     layers: tuple[int, ...] | None = None  # the layers that have it; None: all
     ragged: RaggedRows | None = None  # any number of rows for a token
 

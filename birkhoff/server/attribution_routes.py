@@ -53,6 +53,7 @@ class AttributeBody(AttributionBody):
 
 class CircuitBody(AttributionBody):
     faithfulness: Annotated[float, Field(gt=0, le=1)] = 0.8
+    svg: bool = False
 
 
 class AttributionRoutes:
@@ -85,7 +86,8 @@ class AttributionRoutes:
             raise bad_request(
                 "method: circuits are ranked by gradients here, not by exact patching.", "method"
             )
-        return self._context.engine.circuit(ids, **common, faithfulness=body.faithfulness).to_json()
+        found = self._context.engine.circuit(ids, **common, faithfulness=body.faithfulness)
+        return found.to_json() | ({"svg": found.svg()} if body.svg else {})
 
     def _common(self, body: AttributionBody) -> tuple[list[int], dict[str, Any]]:
         ids = self._interp.token_ids(body, MAX_TOKENS)

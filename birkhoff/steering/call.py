@@ -75,10 +75,10 @@ class Call:
         sites: dict[Key, CallUse] = {}
         for layer in [num_layers - 1] if once else self.layers.expand(num_layers):
             hook, at = site_names.resolve(self.hook, layer, schema, num_layers)
-            if not schema[hook].steerable:
-                steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
+            if not schema[hook].replaceable:
+                others = ", ".join(sorted(name for name, row in schema.items() if row.replaceable))
                 raise SteeringError(
-                    f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}."
+                    f"{hook} is capture-only: it can be read, not changed by a function. Others can: {others}."
                 )
             path: Any = self.path if hook.startswith("mhc_streams") else "both"
             sites[hook, at] = CallUse(fn, CallSite(hook, at), path)

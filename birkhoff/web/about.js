@@ -80,4 +80,7 @@ export const ABOUT = {
     "Activations stored while the model ran, to be analysed elsewhere. “Look” shows the first stored tensor: a row per " +
       "token, a column per number.",
   ],
+  circuit: [
+    "A circle is a sublayer's output at one token. All numbers were measured by running the model with every other output at the baseline. A smaller set may exist; a share far above that of random sets speaks for a circuit.",
+  ],
 };

@@ -1,7 +1,7 @@
 // Rows of a capture, hook by hook: one number per token and layer.
 import { nice } from "./chart.js";
 import { amount, rampLegend } from "./colour.js";
-import { empty, exportButtons, fill, h, panel, short } from "./dom.js";
+import { empty, exportButtons, fill, h, note, panel, short, stack } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { pyText } from "./pinned.js";
 import { tokensOf } from "./store.js";
@@ -14,7 +14,7 @@ export function capturedPanel(store) {
     onPin: (column, row) => store.set({ pin: { position: column, row, twin: false } }),
   });
   const hook = h("select", { "aria-label": "captured hook", onchange: () => draw(store.state) }),
-    body = h("div", { class: "stack" });
+    body = stack();
   const current = () => store.state.captured?.hooks?.[hook.value];
   const node = panel(
     "Captured rows",
@@ -32,10 +32,7 @@ export function capturedPanel(store) {
   );
   function draw(state) {
     const names = Object.keys(state.captured?.hooks ?? {});
-    if (!names.length) {
-      fill(body, empty("This capture has no rows."));
-      return;
-    }
+    if (!names.length) return fill(body, empty("This capture has no rows."));
     if (hook.options.length !== names.length)
       fill(
         hook,
@@ -55,7 +52,7 @@ export function capturedPanel(store) {
       body,
       map.node,
       h("div", { class: "legend" }, rampLegend(nice(map.low), nice(map.high), amount), " norm"),
-      h("p", { class: "note" }, `Rows of ${shown.shape.join(" × ") || "1"} numbers, stored as ${shown.dtype}.`),
+      note(`Rows of ${shown.shape.join(" × ") || "1"} numbers, stored as ${shown.dtype}.`),
     );
   }
   store.on(["pin", "theme"], draw);

@@ -1,5 +1,5 @@
 // The chat page: messages, the running response as tokens, and the input box.
-import { fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
+import { exportButtons, fault, fill, h, note, panel, stack, toast, visible } from "./dom.js";
 import { branchPython, chatPython } from "./python.js";
 import { post } from "./api.js";
 import { answerText, runOf, startRun, stopRun } from "./runs.js";
@@ -14,7 +14,7 @@ const EXAMPLES = [
 
 export function chatPage(store) {
   const list = h("div", { class: "conversation" }),
-    answer = h("div", { class: "stack" }),
+    answer = stack(),
     tokens = strip([], { name: "answer" });
   const box = h("textarea", {
     rows: 3,
@@ -31,12 +31,10 @@ export function chatPage(store) {
       store.state.draft = box.value;
     },
   });
-  const send = h(
-    "button",
-    { type: "button", class: "main", id: "send", onclick: () => sendMessage() },
+  const send = h("button", { class: "main", id: "send", onclick: () => sendMessage() },
     "Ask",
   );
-  const stop = h("button", { type: "button", id: "stop", onclick: () => stopRun(store) }, "Stop");
+  const stop = h("button", { id: "stop", onclick: () => stopRun(store) }, "Stop");
   const tint = h(
     "select",
     { "aria-label": "colour tokens by", onchange: () => store.set({ tint: tint.value }) },
@@ -99,15 +97,13 @@ export function chatPage(store) {
     }
   }
 
-  const again = h("button", { type: "button", id: "retry", onclick: retry }, "Retry"),
+  const again = h("button", { id: "retry", onclick: retry }, "Retry"),
     steered = h("input", {
       type: "checkbox",
       id: "steer-chat",
       onchange: () => store.set({ steerChat: steered.checked }),
     });
-  const node = h(
-    "div",
-    { class: "stack" },
+  const node = stack(
     panel(
       "Chat",
       "Hover over a token for its probability, click it to pin it in all panels, " +
@@ -119,25 +115,16 @@ export function chatPage(store) {
           () => pythonOf(store.state),
         ),
       },
-      h(
-        "div",
-        { class: "stack" },
+      stack(
         list,
         answer,
-        h(
-          "div",
-          { class: "stack live" },
+        h("div", { class: "stack live" },
           box,
-          h(
-            "div",
-            { class: "row" },
+          h("div", { class: "row" },
             send,
             stop,
             again,
-            h(
-              "button",
-              {
-                type: "button",
+            h("button", {
                 onclick: () => {
                   stopRun(store);
                   store.set({
@@ -159,16 +146,12 @@ export function chatPage(store) {
               "New",
             ),
           ),
-          h(
-            "div",
-            { class: "row" },
+          h("div", { class: "row" },
             temperature,
             length,
             seed,
             h("label", {}, "colour by", tint),
-            h(
-              "label",
-              { class: "inline" },
+            h("label", { class: "inline" },
               steered,
               "apply edits of the Steer page",
             ),
@@ -200,12 +183,10 @@ export function chatPage(store) {
               h("div", { class: "text" }, visible(m.content)),
             ),
           )
-        : h(
-            "div",
-            { class: "empty examples live" },
+        : h("div", { class: "empty examples live" },
             h("p", {}, "No messages yet. Try one of these:"),
             EXAMPLES.map((text) =>
-              h("button", { type: "button", class: "example", onclick: () => sendMessage(text) }, text),
+              h("button", { class: "example", onclick: () => sendMessage(text) }, text),
             ),
           ),
     ),
@@ -216,10 +197,7 @@ export function chatPage(store) {
     stop.disabled = !busy;
     again.disabled = busy || !state.conversation.length;
     tint.value = state.tint;
-    if (run.status === "idle") {
-      fill(answer);
-      return;
-    }
+    if (run.status === "idle") return fill(answer);
     const info = busy
       ? run.tokens.length
         ? `${run.tokens.length} tokens…`
@@ -243,20 +221,16 @@ export function chatPage(store) {
     });
     fill(
       answer,
-      h(
-        "div",
-        { class: "message assistant", "aria-busy": String(busy) },
+      h("div", { class: "message assistant", "aria-busy": String(busy) },
         h("div", { class: "who" }, h("span", {}, run.author ?? "model"), h("span", {}, info)),
         run.reasoning
-          ? h(
-              "details",
-              { class: "reasoning" },
+          ? h("details", { class: "reasoning" },
               h("summary", {}, "reasoning"),
               h("div", { class: "text" }, visible(run.reasoning)),
             )
           : null,
         run.error ? fault(run.error) : null,
-        run.warnings?.length ? h("p", { class: "note" }, run.warnings.join(" ")) : null,
+        run.warnings?.length ? note(run.warnings.join(" ")) : null,
         tokens,
       ),
     );

@@ -1,7 +1,7 @@
 // The contrast page: compares two sets of texts by layer and stream and saves the direction as a vector.
 import { post } from "./api.js";
 import { amount, shadedCell } from "./colour.js";
-import { empty, fault, fill, h, panel, exportButtons, rowHead, table, toast } from "./dom.js";
+import { empty, exportButtons, fault, fill, h, note, panel, rowHead, stack, table, toast } from "./dom.js";
 import { steerWith } from "./edits.js";
 import { contrastPython } from "./python.js";
 import { loadVectors } from "./vectors.js";
@@ -16,7 +16,6 @@ export function contrastPage(store) {
     "positive texts, one per line",
     "positive",
     store.state.contrast?.positive ?? [
-
       "The birthday party was full of laughing and cake.",
       "She hugged her happy puppy in the sunshine.",
       "He smiled because he had won the big prize.",
@@ -27,7 +26,6 @@ export function contrastPage(store) {
     "negative texts, one per line",
     "negative",
     store.state.contrast?.negative ?? [
-
       "The boy cried because his kite was broken.",
       "She sat alone in the cold rain and wept.",
       "He was sad because his dog was lost.",
@@ -36,8 +34,8 @@ export function contrastPage(store) {
   );
   const hook = h("select", { "aria-label": "site" }),
     name = h("input", { type: "text", style: { width: "9em" } }),
-    body = h("div", { class: "stack" }),
-    saved = h("div", { class: "stack" });
+    body = stack(),
+    saved = stack();
   let result = store.state.answers.contrast ?? null,
     named = false; // the name was typed, so it is not suggested anew
   name.addEventListener("input", () => {
@@ -57,11 +55,8 @@ export function contrastPage(store) {
   const request = () => ({ positive: lines(positive), negative: lines(negative), hook: hook.value });
   const run = async () => {
     const asked = request();
-    if (!asked.positive.length || !asked.negative.length) {
-      fill(body, fault(new Error("Both sets need at least one text.")));
-      return;
-    }
-    fill(body, h("p", { class: "note" }, "Comparing…"));
+    if (!asked.positive.length || !asked.negative.length) return fill(body, fault(new Error("Both sets need at least one text.")));
+    fill(body, note("Comparing…"));
     fill(saved);
     store.set({ contrast: asked });
     try {
@@ -76,19 +71,19 @@ export function contrastPage(store) {
   const save = async (replace = false) => {
     const { layer, column } = result.best,
       chosen = name.value.trim();
-    fill(saved, h("p", { class: "note" }, "Saving…"));
+    fill(saved, note("Saving…"));
     try {
       await post("/v1/interp/contrast", { ...request(), name: chosen, layer, column, replace });
       await loadVectors(store);
       toast(`Saved as ${chosen}.`);
       fill(
         saved,
-        h("p", { class: "note" }, `Saved as ${chosen}. `),
-        h("button", { type: "button", id: "steer-saved", onclick: () => steerWith(store, chosen) }, "Steer with it"),
+        note(`Saved as ${chosen}. `),
+        h("button", { id: "steer-saved", onclick: () => steerWith(store, chosen) }, "Steer with it"),
       );
       named = false;
     } catch (error) {
-      const again = { type: "button", id: "replace-vector", onclick: () => save(true) };
+      const again = { id: "replace-vector", onclick: () => save(true) };
       fill(
         saved,
         fault(error),
@@ -97,30 +92,20 @@ export function contrastPage(store) {
     }
   };
   const draw = () => {
-    if (!result) {
-      fill(body, empty("Nothing compared yet."));
-      return;
-    }
+    if (!result) return fill(body, empty("Nothing compared yet."));
     const best = result.best;
     const cell = (auc) => shadedCell(amount(Math.max(0, (auc - 0.5) * 2)), auc.toFixed(2));
     const rows = result.table.map((row, i) => [rowHead(String(result.layers[i])), row.map(cell)]);
     fill(
       body,
       table("matrix", ["layer", ...result.columns], rows),
-      h(
-        "p",
-        { class: "note" },
+      note(
         "Values: ROC AUC of one direction on held-out texts (0.5 is chance). " +
           `Best: layer ${best.layer}, ${best.column}.`,
       ),
-      h(
-        "div",
-        { class: "row live" },
+      h("div", { class: "row live" },
         h("label", {}, "save the best as", name),
-        h(
-          "button",
-          {
-            type: "button",
+        h("button", {
             class: "main",
             id: "save-vector",
             onclick: () => save(),
@@ -144,9 +129,7 @@ export function contrastPage(store) {
     hook.value = best ?? names[0] ?? "";
   });
   draw();
-  return h(
-    "div",
-    { class: "stack" },
+  return stack(
     panel(
       "Contrast builder",
       "Enter two sets of texts that differ in one property. The table shows how well each layer and stream " +
@@ -158,17 +141,11 @@ export function contrastPage(store) {
           () => contrastPython(store.state, request(), result?.best, name.value),
         ),
       },
-      h(
-        "div",
-        { class: "stack" },
+      stack(
         h("div", { class: "row" }, left, right),
-        h(
-          "div",
-          { class: "row live" },
+        h("div", { class: "row live" },
           h("label", {}, "site", hook),
-          h(
-            "button",
-            { type: "button", class: "main", id: "contrast-run", onclick: () => run() },
+          h("button", { class: "main", id: "contrast-run", onclick: () => run() },
             "Compare",
           ),
         ),

@@ -5,6 +5,7 @@ import { download, toPng, toSvg } from "./picture.js";
 /** h("button", {class: "main", onclick: run}, "Run") */
 export function h(tag, props = {}, ...children) {
   const node = document.createElement(tag);
+  if (tag === "button") node.type = "button"; // not to submit a form, unless said
   for (const [name, value] of Object.entries(props)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -87,6 +88,8 @@ export function table(kind, head, rows) {
   );
 }
 
+export const stack = (...children) => h("div", { class: "stack" }, ...children);
+export const note = (...children) => h("p", { class: "note" }, ...children);
 export const rowHead = (text) => h("th", { scope: "row" }, text);
 
 export const empty = (text) => h("p", { class: "empty" }, text);

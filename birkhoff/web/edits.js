@@ -1,4 +1,5 @@
 // Edits of the Steer page: as `interventions` of a request, as steering grammar, and as Python.
+import { KINDS, gateOf } from "./kinds.js";
 
 let number = 0;
 export function newEdit(changes) {
@@ -23,6 +24,15 @@ export function vectorEdit(state, name) {
     strength = known?.strength ?? 2;
   return newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" });
 }
+
+/** An edit of a mixer, the router or attention. */
+export const kindEdit = (kind) =>
+  newEdit({
+    kind,
+    name: kind,
+    layers: "*",
+    ...Object.fromEntries(KINDS[kind].fields.map(([name, , value]) => [name, value])),
+  });
 
 /** The vector the bench starts with: a shipped one whose effect is plain to see, else the first. */
 export function firstEdit(state) {
@@ -62,6 +72,11 @@ export function interventions(edits, one = false) {
   return edits
     .filter((edit) => edit.on && edit.name)
     .map((edit) => {
+      if (KINDS[edit.kind]) {
+        const at = { ...(edit.hook ? { hook: edit.hook } : {}), layers: layersOf(edit.layers) },
+          { op, ...rest } = KINDS[edit.kind].wire(edit);
+        return { op, at, ...rest, ...(edit.phase !== "both" ? { phase: edit.phase } : {}) };
+      }
       if (edit.kind === "feature")
         return {
           op: "sae",
@@ -75,13 +90,14 @@ export function interventions(edits, one = false) {
       if (edit.streams !== "own" && !one && (!edit.hook || edit.hook.startsWith("mhc_streams")))
         out.streams = edit.streams === "all" ? "all" : [...edit.streams];
       if (edit.phase !== "both") out.phase = edit.phase;
+      if (edit.gate) out.when = gateOf(edit);
       return out;
     });
 }
 
 export function grammar(edits) {
   return edits
-    .filter((e) => e.on && e.name && e.kind === "vector")
+    .filter((e) => e.on && e.name && e.kind === "vector" && !e.gate)
     .map((e) => {
       const streams = Array.isArray(e.streams)
         ? ` stream=${e.streams.join(",")}`
@@ -102,11 +118,14 @@ export function python(edits) {
 }
 
 function pythonEdit(e) {
+  if (KINDS[e.kind])
+    return `*engine.edits_from_json({"interventions": ${JSON.stringify(interventions([e]))}})`;
   const phase = e.phase === "both" ? "" : `, phase="${e.phase}"`;
   if (e.kind === "feature")
     return `SaeSet(${JSON.stringify(e.module)}, {${JSON.stringify(e.feature)}: ${e.strength}}${phase})`;
   const layers = e.hook ? JSON.stringify(layersOf(e.layers)) : "";
   const site = e.hook ? `, hook=${JSON.stringify(e.hook)}, layers=${layers}` : "";
   const streams = e.streams === "own" ? "" : `, streams=${JSON.stringify(e.streams)}`;
-  return `Add(${JSON.stringify(e.name)}, scale=${e.strength}${site}${streams}${phase}, path="${e.path}")`;
+  const gate = e.gate ? `, when=${JSON.stringify(gateOf(e))}` : "";
+  return `Add(${JSON.stringify(e.name)}, scale=${e.strength}${site}${streams}${phase}, path="${e.path}"${gate})`;
 }

@@ -2,7 +2,7 @@
 import { call, post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount } from "./colour.js";
-import { empty, fault, fill, h, panel, short, exportButtons, toast, visible } from "./dom.js";
+import { empty, exportButtons, fault, fill, h, note, panel, short, stack, toast, visible } from "./dom.js";
 import { addToBench, newEdit } from "./edits.js";
 import { tokenIds } from "./pinned.js";
 import { dashboardPython, featuresPython } from "./python.js";
@@ -35,17 +35,15 @@ export function featurePage(store) {
     },
   });
   const found = h("div", { class: "stack", "data-found": "" });
-  const body = h("div", { class: "stack" }),
+  const body = stack(),
     text = strip([], { name: "features" }),
-    top = h("div", { class: "stack" }),
-    dash = h("div", { class: "stack" });
+    top = stack(),
+    dash = stack();
   let result = null,
     requestKey = "",
     stop = null,
     asked = false; // the feature of a link was asked for
-  const node = h(
-    "div",
-    { class: "stack" },
+  const node = stack(
     panel(
       "Features per token",
       "A sparse autoencoder (SAE) decomposes activations into a few active features. " +
@@ -57,20 +55,14 @@ export function featurePage(store) {
           () => featuresPython(store.state),
         ),
       },
-      h(
-        "div",
-        { class: "stack" },
-        h(
-          "div",
-          { class: "row" },
+      stack(
+        h("div", { class: "row" },
           h("label", {}, "dictionary", choose),
           h("label", { class: "live" }, "order by", order),
         ),
-        h(
-          "div",
-          { class: "row live" },
+        h("div", { class: "row live" },
           h("label", { class: "search" }, "search all features by word", query),
-          h("button", { type: "button", id: "feature-find", onclick: () => search() }, "Search"),
+          h("button", { id: "feature-find", onclick: () => search() }, "Search"),
         ),
         found,
         body,
@@ -132,29 +124,20 @@ export function featurePage(store) {
         saes.map((s) => h("option", { value: s.name }, s.title ?? s.name)),
       );
     choose.value = state.sae ?? "";
-    if (!saes.length) {
-      fill(
+    if (!saes.length) return fill(
         body,
         empty(
           "No SAE is attached to this server. Attach one with birkhoff serve --sae NAME=PATH, or with " +
             "engine.attach in Python.",
         ),
       );
-      return;
-    }
     const tokens = tokensOf(state.run, state.pin?.twin);
     if (!tokens.length) {
       fill(body, empty("Send a message first; the features of the text appear here."));
       return;
     }
-    if (result?.error) {
-      fill(body, fault(result.error));
-      return;
-    }
-    if (!result) {
-      fill(body, h("p", { class: "note" }, state.frozen ? "Not in this file." : "Encoding the text…"));
-      return;
-    }
+    if (result?.error) return fill(body, fault(result.error));
+    if (!result) return fill(body, note(state.frozen ? "Not in this file." : "Encoding the text…"));
     order.value = orderOf(state);
     const chosen = state.featureChosen,
       strength = new Map(),
@@ -190,9 +173,7 @@ export function featurePage(store) {
     fill(
       body,
       text,
-      h(
-        "p",
-        { class: "note" },
+      note(
         chosen === null
           ? "Colours: activation of the first feature of each token. “Specific” counts a feature by its activation times " +
               "−log(how often it is active), so that features of most tokens come last."
@@ -203,18 +184,13 @@ export function featurePage(store) {
   }
   /** One feature as a button: number, label with its score, a bar or a context, and a number at the right. */
   function line(f, pressed, right, share = null, below = null) {
-    return h(
-      "button",
-      {
-        type: "button",
+    return h("button", {
         class: "feature",
         "aria-pressed": String(pressed),
         onclick: () => choose_(f.feature),
       },
       h("span", { class: "mono" }, `#${f.feature}`),
-      h(
-        "span",
-        {},
+      h("span", {},
         h("span", {}, visible(f.label ?? "no label"), " ", scoreBadge(f.score)),
         share === null ? null : h("div", { class: "bar", style: { width: `${Math.max(1, share * 100)}%` } }),
         below ? h("div", { class: "context text note" }, marked(below)) : null,
@@ -225,10 +201,7 @@ export function featurePage(store) {
   async function search() {
     const words = query.value.trim(),
       { sae } = store.state;
-    if (!words || !sae) {
-      fill(found);
-      return;
-    }
+    if (!words || !sae) return fill(found);
     try {
       const path = `/v1/interp/features/${encodeURIComponent(sae)}`,
         answer = await call(`${path}?q=${encodeURIComponent(words)}&limit=12`),
@@ -236,7 +209,7 @@ export function featurePage(store) {
       fill(
         found,
         answer.features.length
-          ? h("p", { class: "note" }, `Features with “${visible(words)}”, best first; right: share of tokens.`)
+          ? note(`Features with “${visible(words)}”, best first; right: share of tokens.`)
           : empty(`None of the ${answer.described} described features has “${visible(words)}”.`),
         answer.features.map((f) => line(f, false, share(f), null, f.context)),
       );
@@ -264,18 +237,9 @@ export function featurePage(store) {
     }
   });
   store.on(["dashboard", "featureChosen", "theme"], ({ dashboard, featureChosen, sae }) => {
-    if (featureChosen === null || featureChosen === undefined) {
-      fill(dash, empty("Select a feature above."));
-      return;
-    }
-    if (!dashboard) {
-      fill(dash, h("p", { class: "note" }, "Loading…"));
-      return;
-    }
-    if (dashboard.error) {
-      fill(dash, fault(dashboard.error));
-      return;
-    }
+    if (featureChosen === null || featureChosen === undefined) return fill(dash, empty("Select a feature above."));
+    if (!dashboard) return fill(dash, note("Loading…"));
+    if (dashboard.error) return fill(dash, fault(dashboard.error));
     const clamp = () => {
       addToBench(
         store,
@@ -293,29 +257,21 @@ export function featurePage(store) {
     };
     const logits = (title, list) =>
       list?.length
-        ? h(
-            "div",
-            {},
+        ? h("div", {},
             h("h3", {}, title),
-            h(
-              "div",
-              { class: "row" },
+            h("div", { class: "row" },
               list.slice(0, 10).map((t) => h("span", { class: "mono" }, short(t.text ?? String(t), 16))),
             ),
           )
         : null;
     fill(
       dash,
-      h(
-        "div",
-        { class: "row centre" },
+      h("div", { class: "row centre" },
         h("strong", {}, `#${featureChosen} ${visible(dashboard.label ?? "no label")}`),
         scoreBadge(dashboard.score),
-        h("button", { type: "button", id: "clamp", onclick: clamp }, "Clamp it on the bench"),
+        h("button", { id: "clamp", onclick: clamp }, "Clamp it on the bench"),
       ),
-      h(
-        "p",
-        { class: "note" },
+      note(
         dashboard.density === undefined
           ? "density unknown"
           : `active on ${(dashboard.density * 100).toFixed(2)} % of tokens`,
@@ -355,7 +311,7 @@ function scoreBadge(score) {
 }
 
 function contexts(list) {
-  if (!list?.length) return h("p", { class: "note" }, "none were kept with this dictionary");
+  if (!list?.length) return note("none were kept with this dictionary");
   return list.map((c) =>
     h("p", { class: "context text" }, marked(c.text), h("span", { class: "note" }, `  ${nice(c.value)}`)),
   );

@@ -2,7 +2,7 @@
 import { post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount, rampLegend, signed } from "./colour.js";
-import { empty, fault, fill, h, panel, short, exportButtons } from "./dom.js";
+import { empty, exportButtons, fault, fill, h, panel, short, stack } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { ordinary, tokenIds, pinnedToken } from "./pinned.js";
 import { heatmapPython } from "./python.js";
@@ -20,10 +20,7 @@ export function heatmapPanel(store) {
   // Values are read out below the map: a pop-up would cover the cells around the pointer.
   const readout = h("p", { class: "note mono readout" });
   const read = (cell) => {
-    if (!cell || !map.value) {
-      fill(readout, "Point at a cell to read its value.");
-      return;
-    }
+    if (!cell || !map.value) return fill(readout, "Point at a cell to read its value.");
     const value = map.value(cell.column, cell.row),
       token = tokensOf(store.state.run, store.state.pin?.twin)[cell.column];
     fill(
@@ -33,18 +30,13 @@ export function heatmapPanel(store) {
     );
   };
   read(null);
-  const scalar = h(
-    "select",
-    { "aria-label": "heat map value" },
+  const scalar = h("select", { "aria-label": "heat map value" },
     Object.entries(SCALARS).map(([name, { title }]) => h("option", { value: name }, title)),
   );
   const streams = h("span", { class: "picker", role: "group", "aria-label": "stream" });
   const vector = h("select", { "aria-label": "vector" }),
     view = h("select", { "aria-label": "lens view" });
-  const which = h(
-    "button",
-    {
-      type: "button",
+  const which = h("button", {
       "aria-pressed": "false",
       onclick: () =>
         store.set({
@@ -55,7 +47,7 @@ export function heatmapPanel(store) {
   );
   const vectorLabel = h("label", {}, "vector", vector),
     viewLabel = h("label", {}, "read from", view);
-  const body = h("div", { class: "stack" }),
+  const body = stack(),
     legend = h("div", { class: "legend" });
   const node = panel(
     "Tokens × layers",
@@ -69,9 +61,7 @@ export function heatmapPanel(store) {
         () => heatmapPython(store.state, SCALARS[store.state.scalar].title),
       ),
     },
-    h(
-      "div",
-      { class: "row" },
+    h("div", { class: "row" },
       h("label", {}, "value", scalar),
       vectorLabel,
       viewLabel,
@@ -102,7 +92,7 @@ export function heatmapPanel(store) {
         ["all", ...Array(m).keys()].map((s) =>
           h(
             "button",
-            { type: "button", "data-stream": s, onclick: () => store.set({ stream: s }) },
+            { "data-stream": s, onclick: () => store.set({ stream: s }) },
             s === "all" ? "all" : `${s}`,
           ),
         ),
@@ -126,9 +116,7 @@ export function heatmapPanel(store) {
       fill(
         view,
         views.map((v) =>
-          h(
-            "option",
-            { value: v },
+          h("option", { value: v },
             typeof v === "number" ? `stream ${v}` : v === "mean" ? "mean of streams" : one ? "residual" : "head mix",
           ),
         ),
@@ -136,10 +124,7 @@ export function heatmapPanel(store) {
     view.value = state.lensView;
     const shown = picture(state),
       asked = kind.ask ? state.asked?.[`${kind.ask}:${state.pin?.twin ? "twin" : "run"}`] : null;
-    if (asked?.error) {
-      fill(body, fault(asked.error));
-      return;
-    }
+    if (asked?.error) return fill(body, fault(asked.error));
     if (!shown) {
       const why = !tokensOf(state.run).length
         ? "Send a message first; activations appear here during generation."
@@ -167,9 +152,7 @@ export function heatmapPanel(store) {
         shown.scale === "signed" ? signed : amount,
         shown.scale === "signed" ? -1 : 0,
       ),
-      h(
-        "span",
-        { class: "note" },
+      h("span", { class: "note" },
         ` ${kind.unit}${map.clipped ? "; values outside the 1st to 99th percentile are clipped" : ""}`,
       ),
     );

@@ -1,11 +1,11 @@
 // The logit lens of the pinned token: top tokens per depth and stream.
 import { amount, shadedCell } from "./colour.js";
-import { fill, h, panel, rowHead, short, exportButtons, table } from "./dom.js";
+import { exportButtons, fill, h, panel, rowHead, short, stack, table } from "./dom.js";
 import { askAboutPin } from "./pinned.js";
 import { lensPython } from "./python.js";
 
 export function lensPanel(store) {
-  const body = h("div", { class: "stack" });
+  const body = stack();
   const node = panel(
     "Lens per stream",
     "Top next token if the final norm and the head are applied at this depth: to each stream, " +

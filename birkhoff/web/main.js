@@ -1,6 +1,7 @@
 // Starts the page: the store, the views, restoring state from a link, and the connection to the server.
 import { keys } from "./api.js";
 import { chatPage } from "./chat.js";
+import { circuitPage } from "./circuit.js";
 import { contrastPage } from "./contrast.js";
 import { fill, h, tabs } from "./dom.js";
 import { featurePage } from "./features.js";
@@ -66,6 +67,7 @@ const look = [
   ["inside", "Inside", inside],
   ["features", "Features", featurePage(store)],
   ["contrast", "Contrast", contrastPage(store)],
+  ["circuit", "Circuit", circuitPage(store)],
   ["requests", "Requests", requestPage(store)],
   ["captures", "Captures", capturePage(store)],
 ];

@@ -1,6 +1,6 @@
 // Attention of the pinned token over the text, and the experts it was routed to.
 import { amount, css, ink, isDark, paintedCanvas, textColourOn } from "./colour.js";
-import { empty, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
+import { empty, exportButtons, fill, h, hideTip, note, panel, short, showTip, stack } from "./dom.js";
 import { askAboutPin, notHere, pinnedFrame } from "./pinned.js";
 import { expertsPython, memoryPython } from "./python.js";
 import { tokensOf } from "./store.js";
@@ -20,7 +20,7 @@ function kindHint(kind) {
 }
 
 export function memoryPanel(store) {
-  const body = h("div", { class: "stack" });
+  const body = stack();
   const node = panel(
     "Attention memory map",
     "Attention of the pinned token, one line per layer: the sliding window token by token, " +
@@ -91,9 +91,7 @@ export function memoryPanel(store) {
       showTip(
         event.clientX,
         event.clientY,
-        h(
-          "div",
-          {},
+        h("div", {},
           `layer ${span.layer}, `,
           span.to - span.from > 1 ? `block of ${span.to - span.from} tokens` : "one token",
           `: ${(span.weight * 100).toFixed(1)} %`,
@@ -105,17 +103,13 @@ export function memoryPanel(store) {
     fill(
       body,
       h("div", { class: "scroll" }, canvas),
-      h(
-        "dl",
-        { class: "kinds note" },
+      h("dl", { class: "kinds note" },
         [...new Set(result.layers.map((layer) => layer.kind))].map((kind) => [
           h("dt", { class: "mono" }, kind),
           h("dd", {}, kindHint(kind)),
         ]),
       ),
-      h(
-        "p",
-        { class: "note" },
+      note(
         "Upper half of a line: compressed blocks; lower half: the window. " +
           `${isDark() ? "Lighter" : "Darker"} means more. Right: sink share, selected / all blocks.`,
       ),
@@ -132,7 +126,7 @@ export function memoryPanel(store) {
 }
 
 export function expertPanel(store) {
-  const body = h("div", { class: "stack" });
+  const body = stack();
   const node = panel(
     "Experts",
     "One line per layer, one box per routed expert; selected experts are coloured by their weight. Layers " +

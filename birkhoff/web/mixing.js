@@ -1,6 +1,6 @@
 // The mixers of every sublayer for one token, and their product between two sublayers.
 import { amount, css, ink, paintedCanvas, rampLegend, shadedCell, streamColour, streamLegend } from "./colour.js";
-import { empty, fill, h, hideTip, panel, rowHead, showTip, exportButtons, table } from "./dom.js";
+import { empty, exportButtons, fill, h, hideTip, note, panel, rowHead, showTip, stack, table } from "./dom.js";
 import { notHere, pinnedFrame, sublayerName } from "./pinned.js";
 import { filmPython, lineagePython } from "./python.js";
 
@@ -10,7 +10,7 @@ const GAP = 5,
 
 /** One canvas with a tile per sublayer; bars at the left show reads, bars below show writes. */
 export function filmStrip(store) {
-  const body = h("div", { class: "stack" });
+  const body = stack();
   const node = panel(
     "Mixing film strip",
     "One tile per sublayer, in order. Rows of a tile are source streams, columns are target streams; " +
@@ -85,9 +85,7 @@ export function filmStrip(store) {
       body,
       h("div", { class: "row centre" }, streamLegend(m), rampLegend("tile: 0", "1")),
       h("div", { class: "scroll" }, canvas),
-      h(
-        "p",
-        { class: "note" },
+      note(
         "Row: the stream it comes from, column: the stream it goes to, 0 to 3 from the top and from the left. " +
           `Largest deviation of a row or column sum from 1 over all ${count} sublayers: ` +
           `${worst.toExponential(1)}.`,
@@ -120,9 +118,7 @@ function describe(frame, s) {
     sums = matrix[0].map((_, to) => matrix.reduce((t, line) => t + line[to], 0));
   return [
     h("strong", {}, sublayerName(s)),
-    h(
-      "div",
-      { class: "mono" },
+    h("div", { class: "mono" },
       matrix.map((line, i) =>
         h("div", {}, `from ${i}:  ${numbers(line)}   Σ ${line.reduce((a, b) => a + b, 0).toFixed(4)}`),
       ),
@@ -146,7 +142,7 @@ export function lineage(matrices, a, b) {
 }
 
 export function lineagePanel(store) {
-  const body = h("div", { class: "stack" }),
+  const body = stack(),
     from = h("select", { "aria-label": "from sublayer" }),
     to = h("select", { "aria-label": "to sublayer" });
   const value = () => {
@@ -195,7 +191,7 @@ export function lineagePanel(store) {
     fill(
       body,
       table("matrix", ["from \\ to", ...names], rows),
-      h("p", { class: "note" }, spread(product, m)),
+      note(spread(product, m)),
     );
   };
   for (const select of [from, to])

@@ -1,6 +1,6 @@
 // The requests page (active requests) and the captures page (captured files).
 import { call, keys, post } from "./api.js";
-import { empty, fault, fill, h, panel, exportButtons, table, toast, visible } from "./dom.js";
+import { empty, exportButtons, fault, fill, h, note, panel, stack, table, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { download } from "./picture.js";
 import { memoryCapture, safetensors, sliceOf } from "./tensors.js";
@@ -8,11 +8,9 @@ import { memoryCapture, safetensors, sliceOf } from "./tensors.js";
 const KEPT = 8; // captures in the page's memory
 
 export function requestPage(store) {
-  const body = h("div", { class: "stack" });
+  const body = stack();
   let last = null;
-  const node = h(
-    "div",
-    { class: "stack" },
+  const node = stack(
     panel(
       "Requests",
       "Active requests and their progress. Refreshed every two seconds while this page is open.",
@@ -48,7 +46,7 @@ export function requestPage(store) {
       h("td", { class: "number", "data-name": head[i + 2] }, String(n)),
     ),
     h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
-    h("td", {}, h("button", { type: "button", class: "small", onclick: () => cancel(r.id) }, "Cancel")),
+    h("td", {}, h("button", { class: "small", onclick: () => cancel(r.id) }, "Cancel")),
   ];
   const refresh = async () => {
     if (node.hidden || document.hidden || !node.isConnected) return;
@@ -72,13 +70,11 @@ export function requestPage(store) {
 }
 
 export function capturePage(store) {
-  const list = h("div", { class: "stack" }),
-    shown = h("div", { class: "stack" });
+  const list = stack(),
+    shown = stack();
   let result = null;
   const kept = []; // captures of a server without a capture root: rows in the page's memory
-  const node = h(
-    "div",
-    { class: "stack" },
+  const node = stack(
     panel(
       "Captures",
       "Activations captured to files. Durable means written, synced and checksummed.",
@@ -95,16 +91,10 @@ export function capturePage(store) {
             ].join("\n"),
         ),
       },
-      h(
-        "div",
-        { class: "stack" },
-        h(
-          "div",
-          { class: "row" },
-          h("button", { type: "button", onclick: () => refresh() }, "Refresh"),
-          h(
-            "button",
-            { type: "button", id: "capture-now", onclick: () => take() },
+      stack(
+        h("div", { class: "row" },
+          h("button", { onclick: () => refresh() }, "Refresh"),
+          h("button", { id: "capture-now", onclick: () => take() },
             "Capture the last text",
           ),
         ),
@@ -119,7 +109,7 @@ export function capturePage(store) {
       download: `${c.id}.safetensors`,
       onclick: (event) => save(event, c.id),
     };
-    const look = { type: "button", class: "small", onclick: () => slice(c.id) };
+    const look = { class: "small", onclick: () => slice(c.id) };
     return [
       h("td", { class: "mono" }, visible(c.id)),
       h("td", { "data-name": "state" }, c.status),
@@ -139,9 +129,7 @@ export function capturePage(store) {
           ? table("cards", ["id", "state", "rows", "kilobytes", ""], captures.map(cells))
           : empty("No captures yet."),
         store.state.props && !store.state.props.captures?.filesystem
-          ? h(
-              "p",
-              { class: "note" },
+          ? note(
               "This server stores no files, so captures stay in this page. Start it with --capture-root DIR to " +
                 "keep them.",
             )
@@ -203,19 +191,14 @@ export function capturePage(store) {
       const own = kept.find((c) => c.id === id),
         path = `/v1/interp/captures/${encodeURIComponent(id)}`,
         entry = (own?.tensors ?? (await call(path)).entries ?? [])[0];
-      if (!entry) {
-        fill(shown, empty("This capture has no rows."));
-        return;
-      }
+      if (!entry) return fill(shown, empty("This capture has no rows."));
       const values = own
         ? sliceOf(entry)
         : await call(`${path}/slice?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`);
       const map = new Heatmap({ label: `rows of ${entry.hook}`, height: 220 });
       fill(
         shown,
-        h(
-          "h3",
-          {},
+        h("h3", {},
           `${entry.hook} of layer ${entry.layer}: a row per token, ${values.columns.length} numbers of each`,
         ),
         map.node,

@@ -2,8 +2,9 @@
 import { post } from "./api.js";
 import { lineChart, nice } from "./chart.js";
 import { streamColour, ink } from "./colour.js";
-import { empty, fault, fill, h, panel, exportButtons, short, table, visible } from "./dom.js";
-import { firstEdit, grammar, interventions, layersOf, vectorEdit } from "./edits.js";
+import { empty, exportButtons, fault, fill, h, note, panel, short, stack, table, visible } from "./dom.js";
+import { firstEdit, grammar, interventions, kindEdit, layersOf, vectorEdit } from "./edits.js";
+import { CLASSES, KINDS } from "./kinds.js";
 import { chatPython, sweepPython } from "./python.js";
 import { stochasticError } from "./mixing.js";
 import { ordinary } from "./pinned.js";
@@ -11,22 +12,56 @@ import { divergence, firstDifference, repetition, runOf, startRun } from "./runs
 import { strip, update } from "./strip.js";
 
 const DEBOUNCE_MS = 180; // milliseconds a slider must rest before a new run
+const PHASES = [
+  ["both", "prompt and output"],
+  ["prefill", "prompt"],
+  ["decode", "output"],
+];
+const READS = [
+  ["both", "read and carried"],
+  ["read", "read only"],
+  ["carry", "carried only"],
+];
+const featureTitle = (edit) => `feature ${edit.feature}${edit.label ? `: ${edit.label}` : ""}`;
+
+/** The buttons that choose the streams of an edit. */
+function streamPicker(edit, m, change) {
+  const chosen = Array.isArray(edit.streams) ? edit.streams : [];
+  const button = (text, pressed, streams, rest = {}) =>
+    h(
+      "button",
+      { "aria-pressed": String(pressed), onclick: () => change(edit.id, { streams }), ...rest },
+      text,
+    );
+  const toggled = (s) => {
+    const now = chosen.includes(s) ? chosen.filter((each) => each !== s) : [...chosen, s].sort();
+    return now.length ? now : "all";
+  };
+  return h("span", { class: "stack" },
+    h("span", { class: "note" }, "streams"),
+    h("span", { class: "picker", role: "group", "aria-label": "streams" },
+      button("own", edit.streams === "own", "own", { title: "streams stored with the vector" }),
+      button("all", edit.streams === "all", "all"),
+      Array.from({ length: m }, (_, s) =>
+        button(`${s}`, chosen.includes(s), toggled(s), { style: { "border-color": streamColour(s) } }),
+      ),
+    ),
+  );
+}
 
 export function steerPage(store) {
-  const list = h("div", { class: "stack" }),
-    result = h("div", { class: "stack" }),
+  const list = stack(),
+    result = stack(),
     health = h("div", { class: "health", role: "status" }),
-    sweepBody = h("div", { class: "stack" });
+    sweepBody = stack();
   const prompt = h("textarea", {
     rows: 2,
     id: "steer-prompt",
     "aria-label": "Prompt",
     onchange: () => store.set({ benchPrompt: prompt.value }),
   });
-  const add = h("select", { id: "add-edit", "aria-label": "vector to add" });
-  const run = h(
-    "button",
-    { type: "button", class: "main", id: "steer-run", onclick: () => pair() },
+  const add = h("select", { id: "add-edit", "aria-label": "edit to add" });
+  const run = h("button", { class: "main", id: "steer-run", onclick: () => pair() },
     "Run both",
   );
   const line = h("p", { class: "mono note", "data-grammar": "" });
@@ -84,142 +119,70 @@ export function steerPage(store) {
         { onchange: () => change(edit.id, { [name]: node.value }) },
         values.map(([v, t]) => h("option", { value: v }, t)),
       );
-      node.value = edit[name];
+      node.value = edit[name] ?? "";
       return node;
     };
-    const hooks = Object.entries(state.props?.sites ?? {})
-      .filter(([, site]) => site.steerable)
-      .map(([name]) => name);
-    const single = ordinary(state) || (edit.hook && !edit.hook.startsWith("mhc_streams"));
-    return h(
-      "div",
-      { class: edit.on ? "edit" : "edit off" },
-      h(
-        "div",
-        { class: "head" },
-        h(
-          "label",
-          { class: "inline" },
-          h("input", {
-            type: "checkbox",
-            checked: edit.on,
-            onchange: (e) => change(edit.id, { on: e.target.checked }),
-          }),
-          h(
-            "strong",
-            {},
-            edit.kind === "feature"
-              ? `feature ${edit.feature}${edit.label ? `: ${edit.label}` : ""}`
-              : edit.name,
-          ),
-        ),
-        h(
-          "span",
-          { class: "row centre" },
-          shown,
-          h(
-            "button",
-            {
-              type: "button",
-              class: "small",
-              "aria-label": `remove ${edit.name}`,
-              onclick: () => {
-                store.set({ edits: state.edits.filter((e) => e.id !== edit.id) });
-                scheduleRun();
-              },
+    const typed = (name, title, rest = {}) =>
+      field(
+        title,
+        h("input", {
+          type: "text",
+          value: edit[name] ?? "",
+          style: { width: "7em" },
+          onchange: (e) => change(edit.id, { [name]: e.target.value }),
+          ...rest,
+        }),
+      );
+    const head = h("div", { class: "head" },
+      h("label", { class: "inline" },
+        h("input", {
+          type: "checkbox",
+          checked: edit.on,
+          onchange: (e) => change(edit.id, { on: e.target.checked }),
+        }),
+        h("strong", {}, edit.kind === "feature" ? featureTitle(edit) : edit.name),
+      ),
+      h("span", { class: "row centre" },
+        KINDS[edit.kind] ? null : shown,
+        h("button", {
+            class: "small",
+            "aria-label": `remove ${edit.name}`,
+            onclick: () => {
+              store.set({ edits: state.edits.filter((e) => e.id !== edit.id) });
+              scheduleRun();
             },
-            "Remove",
-          ),
+          },
+          "Remove",
         ),
       ),
+    );
+    const phase = field("when", choose("phase", PHASES)),
+      layers = typed("layers", "layers", { placeholder: "4, 2..5, *" }),
+      box = (...parts) => h("div", { class: edit.on ? "edit" : "edit off", "data-kind": edit.kind }, head, parts);
+    if (KINDS[edit.kind])
+      return box(
+        h("div", { class: "row" }, layers, KINDS[edit.kind].fields.map(([name, title]) => typed(name, title)), phase),
+      );
+    if (edit.kind === "feature")
+      return box(slider, note(`SAE ${edit.module}: the feature is clamped to this value.`));
+    const hooks = Object.entries(state.props?.sites ?? {})
+      .filter(([, site]) => site.steerable)
+      .map(([name]) => [name, name]);
+    const single = ordinary(state) || (edit.hook && !edit.hook.startsWith("mhc_streams")),
+      gates = [...state.vectors.map((v) => [v.name, `along ${v.name}`]), ...CLASSES.map((c) => [`:${c}`, c])];
+    return box(
       slider,
       noteOf(edit, state),
-      edit.kind === "feature"
-        ? h("p", { class: "note" }, `SAE ${edit.module}: the feature is clamped to this value.`)
-        : more(
-            edit,
-            field(
-              "site",
-              choose("hook", [["", "default of the vector"], ...hooks.map((name) => [name, name])]),
-            ),
-            edit.hook
-              ? field(
-                  "layers",
-                  h("input", {
-                    type: "text",
-                    value: edit.layers,
-                    placeholder: "4, 2..5, *",
-                    style: { width: "6em" },
-                    onchange: (e) => change(edit.id, { layers: e.target.value }),
-                  }),
-                )
-              : null,
-            single
-              ? null
-              : h(
-                  "span",
-                  { class: "stack" },
-                  h("span", { class: "note" }, "streams"),
-                  h(
-                    "span",
-                    { class: "picker", role: "group", "aria-label": "streams" },
-                    h(
-                      "button",
-                      {
-                        type: "button",
-                        "aria-pressed": String(edit.streams === "own"),
-                        title: "streams stored with the vector",
-                        onclick: () => change(edit.id, { streams: "own" }),
-                      },
-                      "own",
-                    ),
-                    h(
-                      "button",
-                      {
-                        type: "button",
-                        "aria-pressed": String(edit.streams === "all"),
-                        onclick: () => change(edit.id, { streams: "all" }),
-                      },
-                      "all",
-                    ),
-                    Array.from({ length: m }, (_, s) =>
-                      h(
-                        "button",
-                        {
-                          type: "button",
-                          "aria-pressed": String(Array.isArray(edit.streams) && edit.streams.includes(s)),
-                          style: { "border-color": streamColour(s) },
-                          onclick: () => {
-                            const now = new Set(Array.isArray(edit.streams) ? edit.streams : []);
-                            if (now.has(s)) now.delete(s);
-                            else now.add(s);
-                            change(edit.id, { streams: now.size ? [...now].sort() : "all" });
-                          },
-                        },
-                        `${s}`,
-                      ),
-                    ),
-                  ),
-                ),
-            field(
-              "when",
-              choose("phase", [
-                ["both", "prompt and output"],
-                ["prefill", "prompt"],
-                ["decode", "output"],
-              ]),
-            ),
-            single
-              ? null
-              : field(
-                  "path",
-                  choose("path", [
-                    ["both", "read and carried"],
-                    ["read", "read only"],
-                    ["carry", "carried only"],
-                  ]),
-                ),
-          ),
+      more(
+        edit,
+        field("site", choose("hook", [["", "default of the vector"], ...hooks])),
+        edit.hook ? layers : null,
+        single ? null : streamPicker(edit, m, change),
+        phase,
+        single ? null : field("path", choose("path", READS)),
+        field("only tokens", choose("gate", [["", "all"], ...gates])),
+        edit.gate && !edit.gate.startsWith(":") ? typed("above", "above") : null,
+      ),
     );
   }
 
@@ -227,9 +190,7 @@ export function steerPage(store) {
     unfolded = new Set(); // edits whose details are open
   /** Where and when an edit acts, folded away: vectors bring a site of their own. */
   const more = (edit, ...fields) => {
-    const node = h(
-      "details",
-      { class: "more live" },
+    const node = h("details", { class: "more live" },
       h("summary", {}, "where and when"),
       h("div", { class: "row" }, fields),
     );
@@ -238,9 +199,7 @@ export function steerPage(store) {
     return node;
   };
 
-  const node = h(
-    "div",
-    { class: "stack" },
+  const node = stack(
     panel(
       "Steer",
       "Adds vectors or SAE clamps and shows the steered and the unsteered output, generated with the same " +
@@ -256,34 +215,24 @@ export function steerPage(store) {
           () => chatPython(store.state, messages(), active(store.state)),
         ),
       },
-      h(
-        "div",
-        { class: "bench" },
-        h(
-          "div",
-          { class: "stack" },
+      h("div", { class: "bench" },
+        stack(
           h("label", {}, "prompt", prompt),
-          h(
-            "div",
-            { class: "row centre live" },
+          h("div", { class: "row centre live" },
             run,
-            h(
-              "label",
-              { class: "inline" },
+            h("label", { class: "inline" },
               live,
               "run when sliders move",
             ),
           ),
           list,
-          h(
-            "div",
-            { class: "row live" },
-            h("label", {}, "another vector", add),
-            h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
+          h("div", { class: "row live" },
+            h("label", {}, "another edit", add),
+            h("button", { id: "add-button", onclick: () => addEdit() }, "Add"),
           ),
           line,
         ),
-        h("div", { class: "stack" }, result, health),
+        stack(result, health),
       ),
     ),
     panel(
@@ -297,15 +246,9 @@ export function steerPage(store) {
           () => sweepPython(store.state, messages(), active(store.state), strengthsOf(active(store.state)[0])),
         ),
       },
-      h(
-        "div",
-        { class: "stack" },
-        h(
-          "div",
-          { class: "row live" },
-          h(
-            "button",
-            { type: "button", id: "sweep-run", onclick: () => sweep(store, messages()) },
+      stack(
+        h("div", { class: "row live" },
+          h("button", { id: "sweep-run", onclick: () => sweep(store, messages()) },
             "Sweep",
           ),
         ),
@@ -315,12 +258,17 @@ export function steerPage(store) {
   );
 
   function addEdit() {
-    if (add.value) store.set({ edits: [...store.state.edits, vectorEdit(store.state, add.value)] });
+    const kind = add.value.slice(1);
+    if (add.value)
+      store.set({
+        edits: [...store.state.edits, KINDS[kind] ? kindEdit(kind) : vectorEdit(store.state, add.value)],
+      });
     else add.focus();
     scheduleRun();
   }
-  store.on(["vectors"], (state) => {
-    const { vectors } = state;
+  store.on(["vectors", "props"], (state) => {
+    const { vectors } = state,
+      kinds = state.props?.num_streams ? Object.entries(KINDS) : [];
     if (state.suggestEdit && vectors.length) {
       store.set({ suggestEdit: false, ...(state.edits.length ? {} : { edits: firstEdit(state) }) });
     }
@@ -330,8 +278,9 @@ export function steerPage(store) {
       vectors.length
         ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name))
         : h("option", { value: "" }, "none yet: create one under Contrast"),
+      kinds.map(([kind, { title }]) => h("option", { value: `:${kind}` }, `edit ${title}`)),
     );
-    if (vectors.some((v) => v.name === chosen)) add.value = chosen;
+    if ([...add.options].some((option) => option.value === chosen)) add.value = chosen;
   });
   store.on(["benchPrompt"], ({ benchPrompt }) => {
     prompt.value = benchPrompt;
@@ -354,17 +303,11 @@ export function steerPage(store) {
   });
   store.on(["run", "aside", "pin", "tint", "benchError", "theme"], (state) => {
     const { run, pin: pinned } = runOf(state, "steer");
-    if (state.benchError) {
-      fill(result, fault(state.benchError));
-      return;
-    }
-    if (run.error && run.pair) {
-      fill(result, fault(run.error));
-      return;
-    }
+    if (state.benchError) return fill(result, fault(state.benchError));
+    if (run.error && run.pair) return fill(result, fault(run.error));
     if (!run.twin) {
       const hint = "No run yet. Run both to see the answer with and without the edits, side by side.";
-      fill(result, run.pair ? h("p", { class: "note" }, "processing the prompt…") : empty(hint));
+      fill(result, run.pair ? note("processing the prompt…") : empty(hint));
       fill(health);
       return;
     }
@@ -377,37 +320,29 @@ export function steerPage(store) {
       token.position >= from &&
       run.tokens[token.position - run.prompt.length]?.text !==
         run.twin.tokens[token.position - run.prompt.length]?.text;
-    update(left, run.twin.tokens, {
-      mode: state.tint,
-      paint: `${paint}${from}`,
-      pinned: pinned?.twin ? pinned.position : null,
-      onPin: pin(true),
-      differsFrom: differs,
-      name: "plain",
-    });
-    update(right, run.tokens, {
-      mode: state.tint,
-      paint: `${paint}${from}`,
-      pinned: pinned && !pinned.twin ? pinned.position : null,
-      onPin: pin(false),
-      differsFrom: differs,
-      name: "steered",
-    });
+    for (const [place, tokens, twin, name] of [
+      [left, run.twin.tokens, true, "plain"],
+      [right, run.tokens, false, "steered"],
+    ])
+      update(place, tokens, {
+        mode: state.tint,
+        paint: `${paint}${from}`,
+        pinned: pinned && Boolean(pinned.twin) === twin ? pinned.position : null,
+        onPin: pin(twin),
+        differsFrom: differs,
+        name,
+      });
     const bars = run.tokens
       .slice(0, (from ?? Infinity) - run.prompt.length + 1)
       .map((token, i) => [token.position, divergence(token, run.twin.tokens[i])])
       .filter(([, kl]) => kl !== null);
     fill(
       result,
-      h(
-        "div",
-        { class: "pair", "aria-busy": String(run.status === "running") },
+      h("div", { class: "pair", "aria-busy": String(run.status === "running") },
         h("div", {}, h("h3", {}, "unsteered"), left),
         h("div", {}, h("h3", {}, "steered"), right),
       ),
-      h(
-        "p",
-        { class: "note" },
+      note(
         from === null
           ? run.status === "running"
             ? "No difference so far."
@@ -434,14 +369,8 @@ export function steerPage(store) {
     fill(health, healthIndicators(run));
   });
   store.on(["sweep", "theme"], ({ sweep: sweepResult }) => {
-    if (!sweepResult) {
-      fill(sweepBody, empty("No sweep yet."));
-      return;
-    }
-    if (sweepResult.error) {
-      fill(sweepBody, fault(sweepResult.error));
-      return;
-    }
+    if (!sweepResult) return fill(sweepBody, empty("No sweep yet."));
+    if (sweepResult.error) return fill(sweepBody, fault(sweepResult.error));
     const done = sweepResult.points.filter(Boolean);
     fill(
       sweepBody,
@@ -483,9 +412,7 @@ export function steerPage(store) {
         : null,
       sweepResult.running
         ? null
-        : h(
-            "p",
-            { class: "note" },
+        : note(
             sweepResult.knee === null
               ? "Both stay in the normal range."
               : `Above ${nice(sweepResult.knee)} surprisal or repetition leaves the unsteered range.`,
@@ -539,8 +466,9 @@ function healthIndicators(run) {
   ];
 }
 
-/** The edits that are switched on. */
-const active = (state) => state.edits.filter((e) => e.on && e.name);
+/** The edits that are switched on; those with a strength first, which a sweep varies. */
+const active = (state) =>
+  state.edits.filter((e) => e.on && e.name).sort((a, b) => Boolean(KINDS[a.kind]) - Boolean(KINDS[b.kind]));
 
 /** Nine strengths from 0 to the end of the slider, on the side of the present one. */
 const strengthsOf = (edit) =>
@@ -548,10 +476,8 @@ const strengthsOf = (edit) =>
 
 async function sweep(store, messages) {
   const [first, ...rest] = active(store.state);
-  if (!first) {
-    store.set({ sweep: { error: new Error("Add an edit first; the sweep varies its strength.") } });
-    return;
-  }
+  if (!first || KINDS[first.kind])
+    return store.set({ sweep: { error: new Error("Add an edit first; the sweep varies its strength.") } });
   const strengths = strengthsOf(first);
   const sweepResult = { name: first.name, points: Array(9).fill(null), running: true, knee: null };
   store.set({ sweep: sweepResult });

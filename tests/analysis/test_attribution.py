@@ -188,12 +188,26 @@ def test_features(engine, hook, view):
         assert exact[hook, 2].shape[0] == len(IDS)
 
 
-def test_mixers_have_gradients_only(engine):
+def test_the_exact_score_of_a_mixer_entry_is_the_effect_of_replacing_it(engine):
+    hook, place = "mhc_attn_res_mix", (9, 2, 1)  # a position after the changed token, from and to
+    theirs = engine.trace(OTHER, hooks=[hook])[hook, 3]
+    scores = engine.attribute(IDS, METRIC, hook, layers=[3], baseline=OTHER, method="exact")
+
+    def replaced(rows):
+        changed = rows.clone()
+        changed.view(len(IDS), 4, 4)[place] = theirs.view(len(IDS), 4, 4)[place]
+        return changed
+
+    effect = scores.value - metric(engine.logits(IDS, [Call(replaced, hook, [3])]))
+    assert float(scores[hook, 3].view(len(IDS), 4, 4)[place]) == pytest.approx(effect, abs=1e-4)
+    assert scores.scores.abs().max() > 1e-4
+
+
+def test_what_is_only_read_has_gradients_only(engine):
     hooks = ["mhc_attn_pre_mix", "moe_router_logits"]
     scores = engine.attribute(IDS, METRIC, hooks, layers=[3])
     assert scores["mhc_attn_pre_mix", 3].shape == (len(IDS), 4) and scores["mhc_attn_pre_mix", 3].any()
-    fixed = [hook for hook in hooks if not engine.schema[hook].steerable]
-    for hook in fixed:
+    for hook in hooks[1:]:
         with pytest.raises(OptionError, match="gradients only"):
             engine.attribute(IDS, METRIC, hook, method="exact")
 

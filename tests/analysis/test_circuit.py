@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -145,3 +148,16 @@ def test_what_is_refused(engine, arguments, message):
 def test_another_text_must_have_the_same_length(engine, circuit):
     with pytest.raises(OptionError, match="same length"):
         circuit.evaluate(engine, IDS[:-1], METRIC, OTHER[:-1])
+
+
+def test_the_picture_shows_every_node_and_edge(circuit):
+    shown = ET.fromstring(replace(circuit, tokens=["<b>&\x00"] * len(circuit.token_ids)).svg())
+    name = "{http://www.w3.org/2000/svg}%s"
+    assert len(shown.findall(name % "circle")) == len(circuit.nodes)
+    assert len(shown.findall(name % "path")) == len(circuit.edges)
+    dashed = [path for path in shown.findall(name % "path") if path.get("stroke-dasharray")]
+    assert len(dashed) == sum(edge.score < 0 for edge in circuit.edges)
+    width, height = float(shown.get("width")), float(shown.get("height"))
+    for circle in shown.findall(name % "circle"):
+        assert 0 < float(circle.get("cx")) < width and 0 < float(circle.get("cy")) < height
+    assert "<b>&·" in [text.text for text in shown.findall(name % "text")]

@@ -27,15 +27,16 @@ def test_attribute_prints_the_largest_parts(tiny, capsys):
     assert document["nodes"] == [pytest.approx(node.to_json(), abs=1e-4) for node in expected.top(4)]
 
 
-def test_circuit_prints_nodes_and_how_good_they_are(tiny, capsys):
+def test_circuit_prints_nodes_and_how_good_they_are(tiny, capsys, tmp_path):
     arguments = ["circuit", TEXT, "--token", "id:7", "--baseline", OTHER, "--model", str(tiny)]
     assert run([*arguments, "--faithfulness", "0.5"]) == 0
     shown = capsys.readouterr()
     assert "faithfulness" in shown.err and "completeness" in shown.err and "token" not in shown.out.lower()
     assert any("->" in line for line in shown.out.splitlines())
-    assert run([*arguments, "--json"]) == 0
+    assert run([*arguments, "--json", "--svg", str(tmp_path / "circuit.svg")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["nodes"] and document["faithfulness"] >= 0.79
+    assert (tmp_path / "circuit.svg").read_text().count("<circle") == len(document["nodes"])
 
 
 def test_features_of_a_file(tiny, capsys, tmp_path):

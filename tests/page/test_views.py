@@ -1,5 +1,6 @@
 """Every view in a real browser against a real server: empty, live and in error; pinning; no script errors."""
 
+import json
 import time
 
 import pytest
@@ -198,4 +199,52 @@ def test_retry_samples_again(open_tab):
         tab.page.click("#retry")
     tab.done()
     assert tab.page.inner_text('[data-strip="answer"]') != first, "another seed gave the same output"
+    assert not tab.faults
+
+
+def test_the_bench_edits_mixers_routers_and_attention_and_gates_vectors(open_tab):
+    tab = open_tab()
+    tab.page.wait_for_selector("#model:has-text('layers')")
+    tab.page.fill("input[type=number][max='4096']", "8")
+    tab.page.keyboard.press("Tab")
+    tab.page.click("#tab-steer")
+    for kind in ("mixer", "experts", "attention"):
+        tab.page.select_option("#add-edit", f":{kind}")
+        tab.page.click("#add-button")
+    for label, text in (("never these", "1"), ("hidden tokens: 0,1 or a text", "fox"), ("sink times", "0.5")):
+        tab.page.get_by_label(label).fill(text)
+        tab.page.keyboard.press("Tab")
+    tab.page.click('#page-steer .edit[data-kind="vector"] summary')
+    tab.page.get_by_label("only tokens").select_option(":letters")
+    with tab.page.expect_request(lambda sent: "interventions" in (sent.post_data or "")) as sent:
+        tab.page.click("#steer-run")
+    vector, *others = json.loads(sent.value.post_data)["interventions"]
+    assert vector["op"] == "add" and vector["when"] == {"tokens": "letters"}
+    assert others == [
+        {"op": "patch", "at": {"hook": "mhc_res_mix", "layers": "all"}, "source": "identity"},
+        {"op": "experts", "at": {"layers": "all"}, "force": [0], "ban": [1]},
+        {"op": "attention", "at": {"layers": "all"}, "mask": {"text": "fox"}, "sink": 0.5},
+    ]
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('[data-strip=plain] .tok').length > 5"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 1",
+        timeout=300_000,
+    )
+    tab.page.get_by_label("never these").fill("many")
+    tab.page.keyboard.press("Tab")
+    tab.page.click("#steer-run")
+    assert "is no number from 0" in tab.page.inner_text("#page-steer .fault")
+    assert not tab.faults
+
+
+def test_a_circuit_is_found_and_drawn(open_tab):
+    tab = open_tab()
+    tab.page.wait_for_selector("#model:has-text('layers')")
+    tab.page.click("#tab-circuit")
+    tab.page.click("#page-circuit button:has-text('Find the circuit')")
+    tab.page.wait_for_selector("#page-circuit img", timeout=600_000)
+    said = tab.page.inner_text("#page-circuit p:has-text('nodes keep')")
+    assert "Random sets" in said and "is left" in said
+    tab.page.wait_for_function("() => document.querySelector('#page-circuit img').naturalWidth > 100")
+    assert "post_attn[" in tab.page.get_attribute("#page-circuit img", "alt")
     assert not tab.faults

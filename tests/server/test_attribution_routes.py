@@ -30,13 +30,14 @@ def test_attribute_gives_what_python_gives(served, engine):
 
 
 def test_circuit_gives_what_python_gives(served, engine):
-    body = {"prompt": TEXT, "metric": METRIC, "baseline": {"prompt": OTHER}}
+    body = {"prompt": TEXT, "metric": METRIC, "baseline": {"prompt": OTHER}, "svg": True}
     answer = served.post("/v1/circuit", body)
     assert answer.status_code == 200, answer.text
     expected = engine.circuit(TEXT, (" Lily", " Anna"), baseline=OTHER)
     document = answer.json()
     assert document["faithfulness"] == pytest.approx(expected.faithfulness, abs=1e-2)
     assert len(document["nodes"]) == len(expected) and document["edges"]
+    assert document["svg"].startswith("<svg") and document["svg"].count("<circle") == len(expected)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_it_is_the_same_function_in_transformers(engine, oracle, hook, path):
     assert (ours - engine.logits(PROMPT)).abs().max() > 1e-2
 
 
+def test_a_function_of_a_mixer_equals_a_patch(engine):
+    hook, identity = "mhc_ffn_res_mix", torch.eye(4)
+    ours = engine.logits(
+        PROMPT, [Call(lambda rows: identity.expand(len(rows), 4, 4).reshape(rows.shape), hook, [2])]
+    )
+    assert torch.equal(ours, engine.logits(PROMPT, [Patch("identity", hook, [2])]))
+    assert not torch.equal(ours, engine.logits(PROMPT))
+
+
 def test_it_equals_edits_that_are_data(engine):
     d = engine.config.hidden_size
     v = torch.randn(d, generator=torch.Generator().manual_seed(1))

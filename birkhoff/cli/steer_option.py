@@ -49,20 +49,26 @@ def parse_steer(line: str | None) -> list[Any]:
 
 def load_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
     """Return the edits with file names replaced by the loaded vectors; names of engine modules are kept."""
-    from birkhoff.steering.vector_file import SteeringVector
-
     resolved = []
     for edit in edits:
-        name = getattr(edit, "vector", None)
-        if not isinstance(name, str) or name in engine.modules:
-            resolved.append(edit)
-        elif Path(name).suffix == ".safetensors" or Path(name).is_file():
-            resolved.append(replace(edit, vector=SteeringVector.load(name)))
-        else:
-            known = ", ".join(sorted(engine.modules)) or "none"
-            raise SteeringError(
-                f"--steer names {quoted(name)}, which is neither a module ({known}) nor a file."
-                f"{did_you_mean(name, engine.modules)} "
-                "Make a vector: birkhoff vectors contrast"
-            )
+        edit = _loaded(edit, engine)
+        gate = getattr(edit, "when", None)
+        resolved.append(edit if gate is None else replace(edit, when=_loaded(gate, engine)))
     return resolved
+
+
+def _loaded(named: Any, engine: Engine) -> Any:
+    """An edit or a gate with its vector loaded, if it names a file."""
+    from birkhoff.steering.vector_file import SteeringVector
+
+    name = getattr(named, "vector", None)
+    if not isinstance(name, str) or name in engine.modules:
+        return named
+    if Path(name).suffix == ".safetensors" or Path(name).is_file():
+        return replace(named, vector=SteeringVector.load(name))
+    known = ", ".join(sorted(engine.modules)) or "none"
+    raise SteeringError(
+        f"--steer names {quoted(name)}, which is neither a module ({known}) nor a file."
+        f"{did_you_mean(name, engine.modules)} "
+        "Make a vector: birkhoff vectors contrast"
+    )

@@ -64,6 +64,10 @@ class AttentionChange:
         return False
 
     @property
+    def gate(self) -> None:
+        return None
+
+    @property
     def host(self) -> Any:
         raise AssertionError("attention runs its changes itself")
 

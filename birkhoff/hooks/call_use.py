@@ -35,6 +35,7 @@ class CallUse:
     op: ClassVar[Op] = "call"
     order: ClassVar[int] = 0  # functions at one site run in the order of the request's edits
     needs_post: ClassVar[bool] = False
+    gate: ClassVar[None] = None
 
     @property
     def host(self) -> CallUse:

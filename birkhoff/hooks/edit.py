@@ -75,6 +75,11 @@ class Splice(Protocol):
     def host(self) -> SpliceHost: ...
 
     @property
+    def gate(self) -> SiteGate | None:
+        """Rows where it does not fire are as without this use."""
+        ...
+
+    @property
     def needs_post(self) -> bool:
         """Whether it reads the write-out weights of the sublayer before the site."""
         ...
@@ -284,7 +289,9 @@ def edit_stages(
             else:
                 run = None if edit.gate is None or runs is None else runs(edit.gate, rows)
                 _add_stage(others, edit, rows, run)
-        stages += [_SpliceStage(host, hosts[host]) for host in sorted(hosts, key=lambda host: host.order)]
+        stages += [
+            _SpliceStage(host, hosts[host], runs) for host in sorted(hosts, key=lambda host: host.order)
+        ]
         if plain:
             stages.append(_PlainAddStage(plain))
         stages += others
@@ -302,12 +309,25 @@ def _add_stage(stages: list[_EditStage], edit: SiteEdit, rows: list[int], gate: 
 
 
 class _SpliceStage:
-    def __init__(self, host: SpliceHost, uses: list[tuple[Splice, list[int]]]):
+    """All uses of one host. Where the gate of a use fires, the row is the one that this use gives together with those
+    without a gate; a row has at most one gated use of a host."""
+
+    def __init__(self, host: SpliceHost, uses: list[tuple[Splice, list[int]]], runs: GateRuns | None):
         self._host = host
         self._uses = uses
+        self._plain = [(use, rows) for use, rows in uses if use.gate is None]
+        gated = [(use.gate, rows) for use, rows in uses if use.gate is not None]
+        assert runs is not None or not gated
+        self._gates = [runs(gate, rows) for gate, rows in gated] if runs is not None else []
 
     def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
-        return self._host.run(x, self._uses, context)
+        if not self._gates:
+            return self._host.run(x, self._uses, context)
+        plain = self._host.run(x, self._plain, context) if self._plain else x
+        new = self._host.run(x, self._uses, context)
+        rows = torch.tensor([row for gate in self._gates for row in gate.rows], device=x.device)
+        fired = torch.cat([gate.fired for gate in self._gates]).view(-1, *[1] * (x.dim() - 1))
+        return plain.index_copy(0, rows, torch.where(fired, new[rows], plain[rows]))
 
 
 class _PlainAddStage:

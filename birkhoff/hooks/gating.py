@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from birkhoff.errors import SteeringError
+from birkhoff.hooks.digest import float32_bytes, framed, number
 from birkhoff.hooks.edit import MAX_STACKED, row_sum
+from birkhoff.hooks.sites import in_order
 
 Address = tuple[str, int]  # hook, layer
 
@@ -27,6 +30,20 @@ class SiteGate:
     bias: float = 0.0
     low: float = -torch.inf
     high: float = torch.inf
+
+    @property
+    def content(self) -> bytes:
+        """Canonical bytes, for the hashes of edits."""
+        site = framed(self.key[0].encode(), str(self.key[1]).encode(), float32_bytes(self.direction))
+        return framed(site, *map(number, (self.bias, self.low, self.high)))
+
+    def check_before(self, key: Address) -> None:
+        """Refuse to gate an edit of a site that is computed before the one it reads."""
+        if in_order(self.key) > in_order(key):
+            raise SteeringError(
+                f"the gate reads {self.key[0]}[{self.key[1]}], which is computed after {key[0]}[{key[1]}]. Read an "
+                "earlier site, or edit a later one."
+            )
 
 
 def fires(

@@ -50,6 +50,7 @@ class SpliceGroup(NamedTuple):
     path: Path
     host: Any
     kind: Hashable
+    gate: tuple[str, int, int] | tuple[()] = ()  # of some uses: hook, layer and number of the gate buffers
 
 
 class Pattern(NamedTuple):
@@ -112,10 +113,11 @@ def plan_graph(
             if not isinstance(edit, SiteEdit):
                 spliced.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
         for (op, path, host), host_uses in spliced.items():
-            kind = host.graph_kind(host_uses)
-            if kind is None:
-                return None
-            uses[key, SpliceGroup(op, path, host, kind)] = host_uses
+            for gate, some in _by_gate(host_uses, gates).items():
+                kind = host.graph_kind(some)
+                if kind is None:
+                    return None
+                uses[key, SpliceGroup(op, path, host, kind, gate)] = some
     token_rows = None if edits is None else edits.token_rows
     pattern = Pattern(
         tuple(sorted((site.key, site.after) for site in tap.layout.sites)),
@@ -128,6 +130,16 @@ def plan_graph(
         tuple((layer, made.sink.shape[1]) for layer, made in sorted(rules.items())),
     )
     return GraphPlan(pattern, row_edits, uses, gates, rules)
+
+
+def _by_gate(uses: Uses, gates: StepGates) -> dict[tuple[str, int, int] | tuple[()], Uses]:
+    """The uses of one host without a gate, and for every number of a gate these and its own."""
+    plain = [(use, rows) for use, rows in uses if use.gate is None]
+    found: dict[tuple[str, int, int] | tuple[()], Uses] = {(): plain} if plain else {}
+    for use, rows in uses:
+        for row in rows if use.gate is not None else ():
+            found.setdefault(gates.number(use.gate, row), list(plain)).append((use, [row]))
+    return found
 
 
 def _table_addresses(edits: StepEdits, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
@@ -303,9 +315,11 @@ class GraphTap:
                 sites = [self._tables.site((*key, path)) for path in paths]
                 stages.append(partial(self._add_rows, sites))
             groups = [group for at, group in pattern.splices if at == key and group.op == op]
+            hosts: dict[tuple[Path, Any], list[SpliceGroup]] = {}
             for group in sorted(groups, key=lambda group: group.host.order):
                 if group.path != excluded:
-                    stages.append(self._splices[key, group].run)
+                    hosts.setdefault((group.path, group.host), []).append(group)
+            stages += [self._splice_stage(key, of_host) for of_host in hosts.values()]
             kinds = [kind for at, kind in pattern.row_edits if at == key and kind.op == op]
             buffers = [self._row_edits[key, kind] for kind in kinds if kind.path != excluded]
             plain = [buffer for buffer in buffers if buffer.kind.is_plain]
@@ -313,6 +327,20 @@ class GraphTap:
                 stages.append(PlainAdds(plain))
             stages += [buffer.run for buffer in buffers if not buffer.kind.is_plain]
         return stages
+
+    def _splice_stage(self, key: Key, groups: Sequence[SpliceGroup]) -> EditStage:
+        """The uses of one host, in the order of `edit._SpliceStage`."""
+        plain = next((self._splices[key, group] for group in groups if not group.gate), None)
+        gated = [(self._splices[key, group], self._gates[group.gate].fired) for group in groups if group.gate]
+
+        def run(x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+            out = x if plain is None else plain.run(x, context)
+            for splice, fired in gated:
+                open_rows = fired[: len(x)].view(-1, *[1] * (x.dim() - 1))
+                out = torch.where(open_rows, splice.run(x, context), out)
+            return out
+
+        return run
 
     def _add_rows(
         self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, context: SiteContext

@@ -5,12 +5,13 @@ position."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from birkhoff.hooks.digest import Phase
+from birkhoff.hooks.digest import Phase, framed
 from birkhoff.hooks.selector import PositionSelector
 
 Phases = Literal["both", "prefill", "decode"]
@@ -43,3 +44,19 @@ def offsets(
     rows = np.asarray(selector.rows(start, token_ids))
     selected: list[int] = rows[(rows >= first) & (rows < stop)].tolist()
     return selected
+
+
+def of_tokens(
+    selected: Sequence[int], token_ids: Sequence[int], tokens: frozenset[int] | None
+) -> Sequence[int]:
+    """The selected offsets whose token is one of `tokens`; None: all."""
+    if tokens is None:
+        return selected
+    return [offset for offset in selected if int(token_ids[offset]) in tokens]
+
+
+def with_tokens(signature: bytes, tokens: frozenset[int] | None) -> bytes:
+    """Canonical bytes of selected positions that are limited to some tokens."""
+    if tokens is None:
+        return signature
+    return framed(signature, hashlib.sha256(np.asarray(sorted(tokens), "<i8").tobytes()).digest())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from birkhoff.hooks.edit import GraphSplice, Op, Path, Routing, SiteContext
+from birkhoff.hooks.gating import SiteGate
 
 Uses = Sequence[tuple["ExpertUse", list[int]]]
 MAX_GRAPH_ROWS = 64  # rows of a recorded step
@@ -63,6 +64,7 @@ class ExpertUse:
     op: Op = "patch"
     path: Path = "both"
     needs_post: bool = False
+    gate: SiteGate | None = None
 
 
 def merge(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,7 @@ class StepEditBuilder:
             if isinstance(edit, (SiteEdit, CallUse)):
                 edit = edit.at([active.span.start + offset for offset in active.offsets])
             rows = rows or active.rows
-            if isinstance(edit, SiteEdit) and edit.gate is not None:
+            if edit.gate is not None:
                 step.gate_run(edit.gate, rows)
             step.sites.setdefault(key, SiteEdits()).row_edits.append((edit, rows))
 

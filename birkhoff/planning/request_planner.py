@@ -67,6 +67,7 @@ class RequestPlanner:
         self.steering.parsers |= PARSERS
         self.saes = SaeResolver(schema, num_layers, device)
         self.steering.features = partial(feature_gate, self.saes.registry)
+        self.saes.gate = self.steering.gate
 
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
         """The edits of one prompt, those of all requests included, resolved against the model. Immutable: choices share

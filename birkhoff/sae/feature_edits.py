@@ -12,14 +12,15 @@ plan carries; `check_together` refuses edits that write one feature twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from birkhoff.errors import SaeError, SiteError, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import DigestPart, Phase, framed
 from birkhoff.hooks.edit import Op
-from birkhoff.hooks.phases import PHASES, covers, every_generated, offsets
+from birkhoff.hooks.gating import SiteGate
+from birkhoff.hooks.phases import PHASES, covers, every_generated, of_tokens, offsets, with_tokens
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -45,6 +46,7 @@ class _SaeEdit:
     streams: Any = None
     kind: InitVar[str] = "absolute"
     only_if_active: InitVar[bool] = False
+    when: Any = field(default=None, kw_only=True)  # a gate
     clamps: Clamps = field(init=False, default=())
 
     mode: ClassVar[str] = ""
@@ -85,6 +87,8 @@ class _SaeEdit:
             out["where"] = self.where.to_json()
         if self.streams is not None:
             out["streams"] = list(self.streams)
+        if self.when is not None:
+            out["when"] = self.when.to_json() if hasattr(self.when, "to_json") else dict(self.when)
         return out
 
     @classmethod
@@ -178,13 +182,27 @@ class ResolvedSae:
     selector: PositionSelector | None
     phase: str
     rank: tuple[int, ...]  # its order among the modules at each site: it runs on the result of earlier ones
+    tokens: frozenset[int] | None = None  # only these token ids
+    gate: SiteGate | None = None
+
+    def gated(self, gate: SiteGate | frozenset[int]) -> ResolvedSae:
+        """The edit where a gate is open."""
+        if isinstance(gate, frozenset):
+            return replace(self, tokens=gate)
+        for key in self.sites:
+            gate.check_before(key)
+        return replace(
+            self, sites={key: replace(use, gate=gate) for key, use in self.sites.items()}, gate=gate
+        )
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        return offsets(self.phase, self.selector, start, token_ids, prompt_len)
+        selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
+        return of_tokens(selected, token_ids, self.tokens)
 
     @property
     def generated(self) -> bool | None:
-        return every_generated(self.phase, self.selector)
+        every = every_generated(self.phase, self.selector)
+        return None if every and self.tokens is not None else every
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         if not covers(self.phase, phase):
@@ -193,6 +211,8 @@ class ResolvedSae:
         if positions is None:
             return ()
         parts = []
+        positions = with_tokens(positions, self.tokens)
+        gates = [] if self.gate is None else [self.gate.content]
         for (hook, layer), use in self.sites.items():
             streams = b"" if use.streams is None else bytes(use.streams)
             content = framed(
@@ -205,6 +225,7 @@ class ResolvedSae:
                 repr(self.rank).encode(),
                 positions,
                 use.row.content,
+                *gates,
             )
             parts.append(DigestPart("full" if use.op == "full" else "delta", content))
         return parts
@@ -241,12 +262,23 @@ class ResolvedSae:
         if use.op == "full":
             description["error_term"] = use.error
         sites = [f"{hook}[{layer}]" for hook, layer in self.sites]
-        return {"features": description | {"sites": sites, "path": use.path}}
+        gates: dict[str, Any] = {}
+        if self.gate is not None:
+            gates = {"gates": {"reads": f"{self.gate.key[0]}[{self.gate.key[1]}]"}}
+        elif self.tokens is not None:
+            gates = {"gates": {"tokens": len(self.tokens)}}
+        return {"features": description | {"sites": sites, "path": use.path}, **gates}
 
 
 def check_together(edits: Sequence[ResolvedSae]) -> None:
     """Refuse edits that write the same feature in the same phase, including those of all requests."""
     seen: dict[Written, ResolvedSae] = {}
+    gated = [edit.module.name for edit in edits if edit.gate is not None]
+    twice = next((name for name in gated if gated.count(name) > 1), None)
+    if twice is not None:
+        raise SaeError(
+            f"two edits of {quoted(twice)} have a gate, expected one. Join them, or leave one without."
+        )
     for edit in edits:
         for written in sorted(edit.writes()):
             if written in seen:

@@ -58,6 +58,7 @@ class Probe:
     op: Op = "patch"
     path: Path = "both"
     needs_post: bool = False
+    gate: None = None
     results: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property

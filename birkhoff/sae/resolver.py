@@ -6,7 +6,7 @@ of that tier is checked as a whole, also against running requests, before it tak
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ import torch
 
 from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.digest import combine
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.option_checks import check_int
@@ -57,6 +58,7 @@ class SaeResolver:
         self.registry = SaeRegistry(schema, num_layers, device)
         self._blocks: list[tuple[SaeEdit, ...]] = []  # one entry per open `for_all` block
         self._persistent: tuple[SaeEdit, ...] = ()  # from `set_for_all`
+        self.gate: Callable[[Any], SiteGate | frozenset[int]] | None = None  # resolves the gates of edits
 
     def attach(
         self,
@@ -100,11 +102,17 @@ class SaeResolver:
         self, request_edits: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int
     ) -> tuple[ResolvedSae, ...]:
         """The edits of all requests and the request's own, resolved for one prompt and checked for conflicts."""
-        resolved = tuple(
-            edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *request_edits)
-        )
+        resolved = tuple(self._resolved(edit, prompt, max_tokens) for edit in (*self.tier, *request_edits))
         check_together(resolved)
         return resolved
+
+    def _resolved(self, edit: SaeEdit, prompt: Sequence[int] | int, max_tokens: int) -> ResolvedSae:
+        resolved = edit.resolve(self.registry, prompt, max_tokens)
+        if edit.when is None:
+            return resolved
+        if self.gate is None:
+            raise SaeError("gates of features are not served here. Leave when out.")
+        return resolved.gated(self.gate(edit.when))
 
     def reservations(self, edits: Sequence[ResolvedSae]) -> tuple[SaeReservation, ...]:
         """The reservations of a request with these edits."""
@@ -155,7 +163,7 @@ class SaeResolver:
 
     def digest(self) -> str | None:
         """128-bit digest of the edits of all requests, dictionaries by their content; None if there are none."""
-        edits = [edit.resolve(self.registry, 1, 2) for edit in self.tier]
+        edits = [self._resolved(edit, 1, 2) for edit in self.tier]
         parts = [
             combine(part for edit in edits for part in edit.digest_parts(phase))
             for phase in ("prefill", "decode")
@@ -183,7 +191,7 @@ class SaeResolver:
                 raise SaeError(
                     "SaeReconstruct is for single requests: the tier of every request sets features only."
                 )
-        check_together([edit.resolve(self.registry, 1, 2) for edit in tier])
+        check_together([self._resolved(edit, 1, 2) for edit in tier])
         for edit in new:
             self.registry.check_not_written(edit.resolve(self.registry, 1, 2).writes())
 

@@ -37,6 +37,7 @@ _NATIVE = (
     "streams",
     "path",
     "error_term",
+    "when",
 )
 
 
@@ -92,7 +93,7 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
         features = _by_site(raw["set_at"], join_path(path, "set_at"), _plain_values)
     options = {
         name: raw[name]
-        for name in ("kind", "only_if_active", "phase", "where", "streams", "path")
+        for name in ("kind", "only_if_active", "phase", "where", "streams", "path", "when")
         if name in raw
     }
     if mode == "reconstruct":

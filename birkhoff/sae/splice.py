@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from birkhoff.hooks.edit import Op, Path, SiteContext
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.sae.clamps import ABSOLUTE, ClampParameters, ClampRow, clamp_parameters, feature_change
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import (
@@ -75,6 +76,7 @@ class SaeUse:
     path: Path = "both"
     error: str = "keep"  # "drop": the row is replaced by its reconstruction
     streams: tuple[int, ...] | None = None
+    gate: SiteGate | None = None
 
     @property
     def needs_post(self) -> bool:

@@ -15,6 +15,11 @@ Routers are edited at `moe_topk` with the key `expert`: `op=force`, `op=ban`, `o
 
     @ moe_topk[2..4] op=force expert=3,5; +0.5 @ moe_topk[4] expert=3
 
+A gate limits an edit to some tokens: `when=NAME` with `above` or `below` reads the component along a named vector that
+brings its hook and layer; `tokens` are ids, or a class of tokens:
+
+    +2 spooky when=happy above=1.5; 0 @ mlp_out[6] op=scale tokens=digits; @ moe_topk[4] op=ban expert=3 tokens=11,13
+
 `parse_line` parses edits and `print_line` prints them in a canonical form; each is the inverse of the other. Errors
 show the line with a caret under the character where parsing failed."""
 
@@ -23,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from birkhoff.errors import SteeringError, SteeringSyntax, quoted
@@ -31,6 +36,7 @@ from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.sites import MOE_TOPK
 from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.gated_edits import TOKEN_CLASSES, Gate
 from birkhoff.steering.mixer_edits import MixerMatrix
 from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.vector_edits import PATHS, Add, Clamp, Patch, Project, Scale, VectorEdit
@@ -43,7 +49,8 @@ _WHOLE = re.compile(r"-?\d{1,9}", re.ASCII)
 _EXPERT_OPS = ("add", "force", "ban", "weight")
 _OPS = ("add", "project", "clamp", "patch", "scale", "force", "ban", "weight")
 _EXPERT_FIELDS = {"add": "add", "force": "force", "ban": "ban", "weight": "weights"}
-_KEYS = ("stream", "phase", "path", "op", "renormalise", "permute", "expert")
+_GATE_KEYS = ("when", "above", "below", "tokens")
+_KEYS = ("stream", "phase", "path", "op", "renormalise", "permute", "expert", *_GATE_KEYS)
 
 
 def parse_line(line: str) -> list[RequestEdit]:
@@ -120,13 +127,7 @@ def _edit(reader: _EditReader) -> RequestEdit:
             reader.fail(f"{key} is given twice", start)
         if not reader.take("="):
             reader.fail(f"expected '=' after {key}")
-        fields[key] = (
-            _streams(reader)
-            if key == "stream"
-            else _numbers(reader, key)
-            if key in ("permute", "expert")
-            else _choice(reader, key)
-        )
+        fields[key] = _VALUES.get(key, _choice)(reader, key)
     op = fields.get("op", "add")
     if op in ("force", "ban", "weight") and "expert" not in fields:
         reader.fail(f"op={op} does not say which experts: expert=3", start)
@@ -138,6 +139,9 @@ def _edit(reader: _EditReader) -> RequestEdit:
             else "expected the name of a vector: only op=scale, op=clamp of a mixer, permute and expert have none",
             start,
         )
+    gate = _gate(fields, reader, start)
+    if gate is not None:
+        fields["when"] = gate
     if "expert" in fields:
         return _experts(strength, hook, layers, fields, reader, start)
     return _build(strength, name, hook, layers, fields, reader, start)
@@ -147,19 +151,35 @@ def _experts(
     strength: float, hook: str | None, layers: Any, fields: dict[str, Any], reader: _EditReader, start: int
 ) -> ExpertSet:
     op, experts = fields.get("op", "add"), fields["expert"]
-    other = next((key for key in fields if key not in ("op", "expert", "phase")), None)
+    other = next((key for key in fields if key not in ("op", "expert", "phase", "when")), None)
     if op not in _EXPERT_OPS:
         reader.fail(f"expert is for op={', op='.join(_EXPERT_OPS)}", start)
     if hook != MOE_TOPK.name:
         reader.fail(f"experts are chosen at {MOE_TOPK.name}, expected @ {MOE_TOPK.name}[LAYERS]", start)
     if other is not None:
         reader.fail(f"a router has no {other}", start)
-    phase = fields.get("phase", "both")
+    options: dict[str, Any] = {"phase": fields.get("phase", "both"), "when": fields.get("when")}
     if op in ("force", "ban"):
         if strength != 1:
             reader.fail(f"op={op} has no strength", start)
-        return ExpertSet(layers, phase=phase, **{op: experts})
-    return ExpertSet(layers, phase=phase, **{_EXPERT_FIELDS[op]: dict.fromkeys(experts, strength)})
+        return ExpertSet(layers, **options, **{op: experts})
+    numbers: dict[str, Any] = {_EXPERT_FIELDS[op]: dict.fromkeys(experts, strength)}
+    return ExpertSet(layers, **options, **numbers)
+
+
+def _gate(fields: dict[str, Any], reader: _EditReader, start: int) -> Gate | None:
+    """The gate of the keys, which are taken out of `fields`."""
+    given = {key: fields.pop(key) for key in _GATE_KEYS if key in fields}
+    if not given:
+        return None
+    if "tokens" in given:
+        if len(given) > 1:
+            reader.fail("tokens is a gate of its own, without when, above and below", start)
+        return Gate(tokens=given["tokens"])
+    if "when" not in given or len(given) == 1:
+        lacks = "a bound: above=1.0 or below=1.0" if "when" in given else "the vector it reads: when=NAME"
+        reader.fail(f"the gate lacks {lacks}", start)
+    return Gate(given["when"], above=given.get("above"), below=given.get("below"))
 
 
 def _strength(reader: _EditReader) -> float:
@@ -215,7 +235,7 @@ def _layer(reader: _EditReader, layers: dict[str, list[Any]]) -> None:
     layers["ranges"].append([first, last])
 
 
-def _streams(reader: _EditReader) -> Any:
+def _streams(reader: _EditReader, key: str) -> Any:
     for word in ("all", "post_mix"):
         if reader.take(word):
             return word
@@ -223,19 +243,32 @@ def _streams(reader: _EditReader) -> Any:
 
 
 def _numbers(reader: _EditReader, key: str) -> list[int]:
-    streams: list[int] = []
+    numbers: list[int] = []
+    name = {"expert": "expert", "tokens": "token"}.get(key, "stream")
 
-    def read_stream() -> None:
+    def read_number() -> None:
         start = reader.index
         words = ", all or post_mix" if key == "stream" else ""
-        streams.append(
-            int(reader.match(_WHOLE, f"{'expert' if key == 'expert' else 'stream'} numbers{words}"))
-        )
-        if streams[-1] < 0:
-            reader.fail(f"{'experts' if key == 'expert' else 'streams'} are counted from 0", start)
+        numbers.append(int(reader.match(_WHOLE, f"{name} numbers{words}")))
+        if numbers[-1] < 0:
+            reader.fail(f"{name}s are counted from 0", start)
 
-    _listed(reader, read_stream)
-    return streams
+    _listed(reader, read_number)
+    return numbers
+
+
+def _tokens(reader: _EditReader, key: str) -> list[int] | str:
+    if _WHOLE.match(reader.line, reader.index):
+        return _numbers(reader, key)
+    return _choice(reader, key)
+
+
+def _bound(reader: _EditReader, key: str) -> float:
+    start = reader.index
+    bound = float(reader.match(_NUMBER, f"a number after {key}="))
+    if not math.isfinite(bound):
+        reader.fail("this number is beyond every number", start)
+    return bound
 
 
 def _listed(reader: _EditReader, read_item: Callable[[], None]) -> None:
@@ -245,7 +278,13 @@ def _listed(reader: _EditReader, read_item: Callable[[], None]) -> None:
 
 
 def _choice(reader: _EditReader, key: str) -> str:
-    allowed = {"phase": PHASES, "path": PATHS, "op": _OPS, "renormalise": ("yes", "no")}[key]
+    allowed = {
+        "phase": PHASES,
+        "path": PATHS,
+        "op": _OPS,
+        "renormalise": ("yes", "no"),
+        "tokens": tuple(TOKEN_CLASSES),
+    }[key]
     start = reader.index
     word = reader.match(_WORD, f"one of {', '.join(allowed)}")
     if word not in allowed:
@@ -263,7 +302,7 @@ def _build(
     start: int,
 ) -> VectorEdit:
     options: dict[str, Any] = {"hook": hook, "layers": layers, "streams": fields.get("stream")}
-    options |= {key: fields[key] for key in ("phase", "path") if key in fields}
+    options |= {key: fields[key] for key in ("phase", "path", "when") if key in fields}
     op = fields.get("op", "add")
     if "renormalise" in fields:
         if op not in ("clamp", "patch", "scale"):
@@ -291,7 +330,22 @@ def _print_experts(edit: ExpertSet) -> str:
         )
     strength = "" if op in ("force", "ban") else f"{strengths.pop():+} "
     line = f"{strength}@ {MOE_TOPK.name}[{_layers(edit.layers)}] op={op} expert={','.join(map(str, value))}"
-    return line if edit.phase == "both" else f"{line} phase={edit.phase}"
+    line = line if edit.phase == "both" else f"{line} phase={edit.phase}"
+    return " ".join([line, *_gate_keys(edit.when)])
+
+
+def _gate_keys(gate: Gate | None) -> list[str]:
+    if gate is None:
+        return []
+    if gate.tokens is not None:
+        return [f"tokens={gate.tokens if isinstance(gate.tokens, str) else ','.join(map(str, gate.tokens))}"]
+    if not isinstance(gate.vector, str) or (gate.hook, gate.layer, gate.stream) != (None, None, None):
+        raise SteeringError(
+            "a line can say a gate of tokens, or of a named vector at its own site. Use interventions for others."
+        )
+    name = gate.vector if _NAME.fullmatch(gate.vector) else json.dumps(gate.vector)
+    bounds = [f"{key}={getattr(gate, key):+}" for key in ("above", "below") if getattr(gate, key) is not None]
+    return [f"when={name}", *bounds]
 
 
 def _print(edit: Any) -> str:
@@ -341,7 +395,18 @@ def _print(edit: Any) -> str:
             parts.append(f"{key}={value}")
     if getattr(edit, "renormalise", False):
         keys.append("renormalise=yes")
-    return " ".join([*parts, *keys])
+    return " ".join([*parts, *keys, *_gate_keys(edit.when)])
+
+
+_VALUES: Mapping[str, Callable[[_EditReader, str], Any]] = {
+    "stream": _streams,
+    "permute": _numbers,
+    "expert": _numbers,
+    "when": lambda reader, key: _name(reader),
+    "above": _bound,
+    "below": _bound,
+    "tokens": _tokens,
+}
 
 
 def _layers(layers: LayerSelector) -> str:

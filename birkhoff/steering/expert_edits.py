@@ -5,13 +5,14 @@
     ExpertSet([4], add={3: 0.5})                    0.5 is added to the score of expert 3
     ExpertSet([4], force=[3], weights={3: 1.0})     with this weight in the sum over experts
 
-`hooks/routing.py` has the rules; hash-routed layers are edited like others.
+`hooks/routing.py` has the rules; hash-routed layers are edited like others. `when=Gate(...)` limits an edit to the
+tokens where a gate is open; a layer takes one edit with a gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,14 +20,16 @@ import torch
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.digest import DigestPart, Phase, float32_bytes, framed
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers
+from birkhoff.hooks.phases import covers, with_tokens
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.routing import ExpertUse, RouterHost
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import MOE_TOPK
 from birkhoff.option_checks import as_int
+from birkhoff.steering.gated_edits import Gate, gate_report
 from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
 from birkhoff.steering.vector import finite_number
 
@@ -44,6 +47,7 @@ class ExpertSet(RequestEdit):
     weights: Any = ()
     where: Any = None
     phase: str = "both"
+    when: Any = None
 
     op: ClassVar[str] = "experts"
 
@@ -56,6 +60,8 @@ class ExpertSet(RequestEdit):
         if self.layers is None:
             raise SteeringError("ExpertSet says no layers. Give layers=[...] or 'all'.")
         self._parse()
+        if self.when is not None:
+            put(self, "when", Gate.parse(self.when))
         if not (self.force or self.ban or self.add or self.weights):
             raise SteeringError("ExpertSet changes nothing. Give force, ban, add or weights.")
         both = sorted(set(self.force) & set(self.ban))
@@ -123,13 +129,28 @@ class ResolvedExperts(ResolvedAtPositions):
     sites: Mapping[Key, ExpertUse]
     selector: PositionSelector | None
     phase: str
+    tokens: frozenset[int] | None = None
+    gate: SiteGate | None = None
+    gate_report: Mapping[str, Any] | None = None
+
+    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedExperts:
+        """The edit where a gate is open."""
+        report = gate_report(gate, when)
+        if isinstance(gate, frozenset):
+            return replace(self, tokens=gate, gate_report=report)
+        for key in self.sites:
+            gate.check_before(key)
+        sites = {key: replace(use, gate=gate) for key, use in self.sites.items()}
+        return replace(self, sites=sites, gate=gate, gate_report=report)
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         positions = b"" if self.selector is None else self.selector.signature(phase)
         if not covers(self.phase, phase) or positions is None:
             return ()
+        parts = [self._content, with_tokens(positions, self.tokens)]
+        parts += [] if self.gate is None else [self.gate.content]
         return [
-            DigestPart("patch", framed(hook.encode(), str(layer).encode(), self._content, positions))
+            DigestPart("patch", framed(hook.encode(), str(layer).encode(), *parts))
             for hook, layer in self.sites
         ]
 
@@ -144,8 +165,24 @@ class ResolvedExperts(ResolvedAtPositions):
         fields = self.edit.to_json()
         return {
             "experts": {name: fields[name] for name in ("force", "ban", "add", "weights") if name in fields}
-            | {"layers": list(self.layers)}
+            | {"layers": list(self.layers)},
+            **({} if self.gate_report is None else {"gates": self.gate_report}),
         }
+
+
+def check_gates(edits: Sequence[Any]) -> None:
+    """Refuse two edits of one router with gates: which experts a token gets then depends on both."""
+    seen: set[int] = set()
+    for edit in edits:
+        layers = (
+            {layer for _, layer in edit.sites} if isinstance(edit, ResolvedExperts) and edit.gate else set()
+        )
+        if seen & layers:
+            raise SteeringError(
+                f"two edits of the router of layer {min(seen & layers)} have a gate, expected one. Join them, or leave "
+                "one without."
+            )
+        seen |= layers
 
 
 def _expert(value: Any, name: str) -> int:

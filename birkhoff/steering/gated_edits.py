@@ -21,7 +21,6 @@ from birkhoff.hooks import site_names
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.sites import in_order
 from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
@@ -157,13 +156,14 @@ class Gate:
         return SiteGate(key, direction, 0.0, low, torch.inf if self.below is None else self.below)
 
 
-def check_order(gate: SiteGate, key: tuple[str, int]) -> None:
-    """Refuse a gate that is read after the site that it gates."""
-    if in_order(gate.key) > in_order(key):
-        raise SteeringError(
-            f"the gate reads {gate.key[0]}[{gate.key[1]}], which is computed after {key[0]}[{key[1]}]. Read an earlier "
-            "site, or edit a later one."
-        )
+def gate_report(gate: SiteGate | frozenset[int], when: Any) -> dict[str, Any]:
+    """What a response says about the gate of an edit."""
+    if isinstance(gate, frozenset):
+        return {"tokens": len(gate)}
+    fields = ("module", "feature", "above", "below")
+    given = {name: getattr(when, name, None) for name in fields}
+    shown = {name: value for name, value in given.items() if value is not None}
+    return {"reads": f"{gate.key[0]}[{gate.key[1]}]", **shown}
 
 
 def _direction(vector: torch.Tensor, row: HookSchema, hook: str, stream: int | None) -> torch.Tensor:

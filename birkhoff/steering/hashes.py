@@ -36,10 +36,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
         entries = b"" if edit.entries is None else np.asarray(edit.entries, "<i8").tobytes()
         more = [entries, bytes([edit.renormalise])]
     if edit.gate is not None:
-        gate = edit.gate
-        numbers = (gate.bias, gate.low, gate.high)
-        site = framed(gate.key[0].encode(), str(gate.key[1]).encode(), float32_bytes(gate.direction))
-        more = [*(more or [b"", b""]), framed(site, *map(number, numbers))]
+        more = [*(more or [b"", b""]), edit.gate.content]
     content = framed(
         hook.encode(),
         str(layer).encode(),

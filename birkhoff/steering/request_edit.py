@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.phases import PHASES, every_generated, offsets
+from birkhoff.hooks.phases import PHASES, every_generated, of_tokens, offsets
 from birkhoff.hooks.plan import Edit, Key
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -85,10 +85,16 @@ class ResolvedAtPositions:
     sites: Mapping[Key, Any]
     selector: PositionSelector | None
     phase: str
+    tokens: frozenset[int] | None = None  # only these token ids
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        return offsets(self.phase, self.selector, start, token_ids, prompt_len) if self.sites else ()
+        if not self.sites:
+            return ()
+        return of_tokens(
+            offsets(self.phase, self.selector, start, token_ids, prompt_len), token_ids, self.tokens
+        )
 
     @property
     def generated(self) -> bool | None:
-        return every_generated(self.phase, self.selector) if self.sites else False
+        every = every_generated(self.phase, self.selector) if self.sites else False
+        return None if every and self.tokens is not None else every

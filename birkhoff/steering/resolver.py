@@ -15,6 +15,7 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.attention_edits import AttentionEdit, Pieces
+from birkhoff.steering.expert_edits import check_gates
 from birkhoff.steering.gated_edits import FeatureGate, Gate, TokenTexts
 from birkhoff.steering.modules import Identity, NamedVectors
 from birkhoff.steering.request_edit import RequestEdit
@@ -73,6 +74,7 @@ class SteeringResolver:
             for part in self._resolve(edit, path, prompt_ids, max_tokens)
         )
         check_directions(resolved)
+        check_gates(resolved)
         return resolved
 
     def contents(self, steer: Any) -> list[RequestEdit]:
@@ -123,7 +125,7 @@ class SteeringResolver:
                 module = self.modules.get(edit.vector)
                 parts = module.edits(edit) if isinstance(module, SteeringModule) else [edit]
             when = getattr(edit, "when", None)
-            gate = None if when is None else self._gate(when)
+            gate = None if when is None else self.gate(when)
             for part in parts:
                 resolved = part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
                 yield resolved if gate is None else resolved.gated(gate, when)  # type: ignore[attr-defined]
@@ -136,13 +138,16 @@ class SteeringResolver:
         if isinstance(when.vector, str):
             return replace(when, vector=self.modules[when.vector])
         if isinstance(when.tokens, str):
-            ids = self._gate(when)
+            ids = self.gate(when)
             assert isinstance(ids, frozenset)
             return replace(when, tokens=tuple(ids))
         return when
 
-    def _gate(self, when: Gate) -> SiteGate | frozenset[int]:
-        return when.resolve(self._schema, self._num_layers, self.modules, self.features, self.token_texts)
+    def gate(self, when: Any) -> SiteGate | frozenset[int]:
+        """A `Gate`, or its JSON form, resolved: a probe, or the ids of tokens."""
+        return Gate.parse(when).resolve(
+            self._schema, self._num_layers, self.modules, self.features, self.token_texts
+        )
 
     def table(self, edits: Sequence[Edit]) -> TableRows | None:
         """Table rows for the vectors these edits add, not yet reserved; None if they add none."""

@@ -46,7 +46,7 @@ OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch
 # Kinds of edits that take no vector; an entry has their fields, and `layers` in `at`.
 OTHERS: Mapping[str, tuple[type[RequestEdit], tuple[str, ...]]] = {
     "attention": (AttentionEdit, ("heads", "mask", "blocks", "sink", "entries", "where", "phase")),
-    "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase")),
+    "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase", "when")),
 }
 _COMMON = ("op", "at", "scale", "streams", "where", "phase", "path", "when")
 _OWN = {

@@ -15,29 +15,27 @@ those the sublayer reads, those carried past it, or both. `resolve` returns the 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
-from birkhoff.hooks.digest import DigestPart, Phase, framed
+from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import LayerSelector, is_list
-from birkhoff.hooks.phases import PHASES, every_generated, offsets
+from birkhoff.hooks.phases import PHASES, every_generated, of_tokens, offsets, with_tokens
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.option_checks import as_int
-from birkhoff.steering.gated_edits import Gate, check_order
+from birkhoff.steering.gated_edits import Gate, gate_report
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
@@ -462,17 +460,14 @@ class ResolvedEdit:
 
     def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedEdit:
         """The edit where a gate is open."""
+        report = gate_report(gate, when)
         if isinstance(gate, frozenset):
-            return replace(self, tokens=gate, gate_report={"tokens": len(gate)})
+            return replace(self, tokens=gate, gate_report=report)
         for key in self.sites:
-            check_order(gate, key)
+            gate.check_before(key)
         operations = {id(site): replace(site, gate=gate) for site in self.sites.values()}
-        fields = ("module", "feature", "above", "below")
-        report = {name: getattr(when, name) for name in fields if getattr(when, name) is not None}
         return replace(
-            self,
-            sites={key: operations[id(site)] for key, site in self.sites.items()},
-            gate_report={"reads": f"{gate.key[0]}[{gate.key[1]}]", **report},
+            self, sites={key: operations[id(site)] for key, site in self.sites.items()}, gate_report=report
         )
 
     @property
@@ -505,15 +500,12 @@ class ResolvedEdit:
         signature = b"" if self.selector is None else self.selector.signature(phase)
         if signature is None:
             return ()
-        if self.tokens is not None:
-            ids = np.asarray(sorted(self.tokens), "<i8").tobytes()
-            signature = framed(signature, hashlib.sha256(ids).digest())
+        signature = with_tokens(signature, self.tokens)
         return [site_part(key, edit, signature) for key, edit in self.sites.items()]
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
-        if self.tokens is not None:
-            selected = [offset for offset in selected if int(token_ids[offset]) in self.tokens]
+        selected = of_tokens(selected, token_ids, self.tokens)
         if self.positions is None:
             return selected
         return [offset for offset in selected if start + offset in self.positions]

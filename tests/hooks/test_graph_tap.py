@@ -325,7 +325,7 @@ def test_plan_graph_returns_none_without_a_fixed_shape():
             return None
 
     class Use:
-        op, path, needs_post, host = "delta", "both", False, Host()
+        op, path, needs_post, gate, host = "delta", "both", False, None, Host()
 
     plan = Plan(edits=(Everywhere({("mlp_out", LAYER): Use()}),))
     assert plan_graph(armed_tap([plan]), WIDTHS) is None

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from birkhoff.errors import SteeringError, SteeringSyntax
 from birkhoff.option_checks import FLOAT32_MAX
 from birkhoff.steering.edit_syntax import parse_line, print_line
-from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
+from birkhoff.steering.expert_edits import ExpertSet
+from birkhoff.steering.gated_edits import Gate
+from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project, Scale
 
 HOOKS = ("mlp_out", "mhc_streams_pre_attn", "mhc_streams_final")
 
@@ -54,6 +56,19 @@ def test_the_documented_example():
             [Add("p", "mhc_streams_pre_mlp", [2], streams=[1, 3])],
             "+1.0 p @ mhc_streams_pre_mlp[2] stream=1,3",
         ),
+        (
+            "2 calm when=sad above=1.5 below=3; 0 @ mlp_out[6] op=scale tokens=digits",
+            [
+                Add("calm", scale=2.0, when=Gate("sad", above=1.5, below=3.0)),
+                Scale(0.0, "mlp_out", [6], when=Gate(tokens="digits")),
+            ],
+            "+2.0 calm when=sad above=+1.5 below=+3.0; +0.0 @ mlp_out[6] op=scale tokens=digits",
+        ),
+        (
+            "@ moe_topk[4] op=ban expert=3 tokens=13,11",
+            [ExpertSet([4], ban=[3], when=Gate(tokens=[11, 13]))],
+            "@ moe_topk[4] op=ban expert=3 tokens=11,13",
+        ),
     ],
 )
 def test_lines_and_their_canonical_form(line, edits, canonical):
@@ -83,6 +98,13 @@ rest = {
     "path": st.sampled_from(["both", "read", "carry"]),
 }
 names = st.text(min_size=1) | st.from_regex(r"[\w./~+-]+", fullmatch=True)
+rest["when"] = (
+    st.none()
+    | st.builds(Gate, names, above=numbers, below=st.none() | numbers)
+    | st.builds(
+        Gate, tokens=st.lists(st.integers(0, 99), min_size=1) | st.sampled_from(["digits", "newlines"])
+    )
+)
 
 
 @st.composite
@@ -142,6 +164,11 @@ def test_any_text_parses_or_raises_with_a_position_in_the_line(line):
         ("+2.0 calm @ mlp_out[4] path=both path=read", 33, "given twice"),
         ("+2.0 calm @ mlp_out[4] stream=-1", 30, "from 0"),
         ("+2.0 calm @ mlp_out[4] stream=one", 30, "stream numbers"),
+        ("+2.0 calm tokens=vowels", 17, "'vowels', expected one of digits"),
+        ("+2.0 calm when=sad above=much", 25, "a number after above="),
+        ("+2.0 calm above=1", 10, "lacks the vector"),
+        ("+2.0 calm when=sad", 10, "lacks a bound"),
+        ("+2.0 calm when=sad tokens=1", 19, "a gate of its own"),
         ("+2.0 calm @ mlp_out[4]; ; +1 b", 24, "the name of a vector"),
         ("+2.0 calm @ mlp_out[4] , +1 b", 23, "';' or one of"),
     ],
@@ -170,9 +197,10 @@ def test_a_long_line_is_cut_around_the_error():
         Add("calm", "mlp_out", [1], norm_match=True),
         Add("calm", "mlp_out", {"every": 2}),
         Add("calm", layers=[1]),
+        Add("calm", when=Gate("sad", "mlp_out", 3, above=1.0)),
         Clamp("calm", "mlp_out", [1], max=0.0),
     ],
-    ids=["numbers", "where", "norm_match", "every", "no hook", "bounds"],
+    ids=["numbers", "where", "norm_match", "every", "no hook", "gate elsewhere", "bounds"],
 )
 def test_edits_that_a_line_cannot_express_are_refused(edit):
     with pytest.raises(SteeringError):

@@ -11,43 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Capture, ExpertSet
-from birkhoff.convert.synth import synth
+from birkhoff import Capture, ExpertSet, Gate
 from birkhoff.errors import BirkhoffError, SteeringSyntax
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import Routing
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.graph_tap import GraphTap, plan_graph
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.routing import ExpertUse, RouterHost
-from birkhoff.hooks.sites import MOE_TOPK
+from birkhoff.hooks.sites import MLP_IN, MOE_TOPK
 from birkhoff.steering.edit_syntax import parse_line, print_line
 from birkhoff.steering.steering_fields import intervention, parse_steering
 from tests.hooks.test_vector_table import Everywhere
-from tests.oracle import build_oracle
 from tests.sizes import scaled
 from tests.steering.hooked import Hooked
 from tests.steering.test_mixers import near
 
 PROMPT = [0, *range(40, 60)]
 HASHED, SCORED = 1, 4  # layers
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("experts") / "tiny"
-    synth(path, like="tiny")
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(path):
-    with birkhoff.load(path, kernels="reference", max_batch_tokens=24) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def oracle(engine):
-    return build_oracle(engine.model)
 
 
 def route(logits, bias, table, factor, k, edits):
@@ -298,3 +279,63 @@ def test_rows_alone_in_a_batch_and_recorded_have_equal_bits(requests, hashed):
         for one, other in zip(run(alone, row, 1), batched):
             assert torch.equal(one[0], other[row])
         assert len(set(batched[0][row].tolist())) == K
+
+
+@settings(max_examples=scaled(100, 25), deadline=None)
+@given(st.lists(st.tuples(st.lists(numbers, max_size=1), numbers, st.booleans()), min_size=1, max_size=4))
+def test_a_gated_edit_is_that_edit_where_its_probe_fires_eager_and_recorded(requests):
+    """Each request has at most one plain edit, and one that may be gated by a probe of `mlp_in`."""
+    generator = torch.Generator().manual_seed(2)
+    x, logits = torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, E, generator=generator)
+    ids, weights = logits.argsort(-1)[:, :K].contiguous(), torch.rand(ROWS, K, generator=generator)
+    host, direction = RouterHost(E, K), torch.randn(8, generator=generator)
+    gate = SiteGate(("mlp_in", 1), direction, low=0.0)
+    fires = (x.double() @ direction.double() > 0).tolist()
+
+    def run(specs, gates, recorded=False):
+        plans = []
+        for (plain, other, _), own in zip(specs, gates):  # own: a gate, None, or False for no such edit
+            uses = [ExpertUse(torch.tensor(row), host) for row in plain]
+            if own is not False:
+                uses.append(ExpertUse(torch.tensor(other), host, gate=own))
+            plans.append(Plan(edits=tuple(Everywhere({("moe_topk", 1): use}) for use in uses)))
+        tap = arm(StepStaging(), [Span(plan, row, 9, [5], 4) for row, plan in enumerate(plans)], len(specs))
+        if tap is None:
+            return ids, weights
+        count = ROWS if recorded else len(specs)
+        if recorded:
+            plan = plan_graph(tap, {"moe_topk": 2 * K, "mlp_in": 8})
+            eager, tap = tap, GraphTap(plan, tap.edits, ROWS, torch.device("cpu"))
+            tap.fill(eager, plan)
+        tap.at(1)(MLP_IN, x[:count])
+        routing = Routing(logits[:count], None, None, torch.arange(count), 1.5)
+        return tap.at(1).route(MOE_TOPK, ids[:count], weights[:count], routing)
+
+    gates = [gate if gated else None for _, _, gated in requests]
+    applied = [None if own is None or fires[row] else False for row, own in enumerate(gates)]
+    expected = run(requests, applied)
+    for recorded in (False, True):
+        for new, true in zip(run(requests, gates, recorded), expected):
+            assert torch.equal(new[: len(requests)], true[: len(requests)])
+
+
+def test_gates_choose_the_tokens_of_an_expert_set(engine):
+    plain = {"force": [0, 3], "weights": {3: 1.0}}
+    direction = torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    scores = engine.trace(PROMPT, hooks=["mlp_in"])["mlp_in", SCORED].double() @ direction.double()
+    scores = scores / direction.double().norm()
+    bound = float(scores.sort().values[10:12].mean())
+    cases = [
+        (Gate(direction, "mlp_in", SCORED, above=bound), [i for i, s in enumerate(scores) if s > bound]),
+        (Gate(tokens=PROMPT[3:6]), [3, 4, 5]),
+    ]
+    for gate, where in cases:
+        gated = engine.logits(PROMPT, [ExpertSet([SCORED], **plain, when=gate)])
+        assert torch.equal(gated, engine.logits(PROMPT, [ExpertSet([SCORED], **plain, where=where)]))
+        assert not torch.equal(gated, engine.logits(PROMPT, [ExpertSet([SCORED], **plain)]))
+        edit = ExpertSet([SCORED], **plain, when=gate)
+        assert engine.edits_from_json({"interventions": [intervention(edit)]})[0].to_json() == edit.to_json()
+    with pytest.raises(BirkhoffError, match="two edits of the router of layer 4 have a gate"):
+        engine.logits(PROMPT, [ExpertSet([SCORED], force=[e], when=cases[0][0]) for e in (1, 2)])
+    with pytest.raises(BirkhoffError, match="computed after"):
+        engine.logits(PROMPT, [ExpertSet([1], force=[1], when=cases[0][0])])

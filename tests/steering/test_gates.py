@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, Gate, Patch, Project, Sae, Scale
-from birkhoff.convert.synth import synth
+from birkhoff import Add, Capture, Clamp, Gate, Patch, Project, Sae, SaeReconstruct, SaeSet, Scale
 from birkhoff.errors import BirkhoffError
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
@@ -28,19 +27,6 @@ from tests.steering.test_mixers import near
 
 LAYER = 2
 PROMPT = [0, *range(40, 70)]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gates") / "tiny"
-    synth(path, like="tiny")
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(path):
-    with birkhoff.load(path, kernels="reference", max_batch_tokens=24) as engine:
-        yield engine
 
 
 def vector(width, seed, norm=4.0):
@@ -364,3 +350,30 @@ def test_rows_alone_in_a_batch_and_recorded_have_equal_bits(requests, dtype):
         alone = tap_of([edits])
         expected = y[row : row + 1] if alone is None else run(alone, slice(row, row + 1))
         assert torch.equal(expected, batched[row : row + 1])
+
+
+def test_gates_choose_the_tokens_of_feature_edits(engine):
+    d = engine.config.hidden_size
+    weights = torch.randn(2, 12, d, generator=torch.Generator().manual_seed(5)) / d**0.5
+    sae = Sae(weights[0], torch.zeros(12), weights[1], torch.zeros(d), hook="mlp_out", layer=LAYER)
+    direction = vector(d, 7)
+    bound = threshold(scores(engine, "mlp_in", LAYER, direction))
+    where = [i for i, s in enumerate(scores(engine, "mlp_in", LAYER, direction)) if s > bound]
+    gates = [(Gate(direction, "mlp_in", LAYER, above=bound), where), (Gate(tokens=PROMPT[4:9]), range(4, 9))]
+    for kind, make in (
+        ("delta", lambda **at: SaeSet("s", {3: 5.0}, **at)),
+        ("full", lambda **at: SaeReconstruct("s", **at)),
+    ):
+        with engine.attach("s", sae, kind):
+            whole = engine.logits(PROMPT, [make()])
+            for gate, chosen in gates:
+                edit = make(when=gate)
+                gated = engine.logits(PROMPT, [edit])
+                assert torch.equal(gated, engine.logits(PROMPT, [make(where=list(chosen))]))
+                assert not torch.equal(gated, whole)
+                assert (
+                    engine.edits_from_json({"interventions": [edit.to_json()]})[0].to_json() == edit.to_json()
+                )
+            twice = [make(when=gates[0][0]), make(when=gates[0][0])]
+            with pytest.raises(BirkhoffError, match="two edits of 's' have a gate"):
+                engine.logits(PROMPT, twice)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import birkhoff
 from birkhoff import Capture, Clamp, Patch, Scale
-from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringSyntax
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit, doubly_stochastic
@@ -22,7 +21,6 @@ from birkhoff.hooks.sites import MHC_ATTN_RES_MIX
 from birkhoff.steering.edit_syntax import parse_line, print_line
 from birkhoff.steering.steering_fields import intervention, parse_steering
 from tests.hooks.test_vector_table import Everywhere
-from tests.oracle import build_oracle
 from tests.sizes import scaled
 from tests.steering.hooked import Hooked
 from tests.steering.test_state import reference
@@ -33,24 +31,6 @@ M = 4
 RES = ("mhc_attn_res_mix", "mhc_ffn_res_mix")
 WEIGHTS = ("mhc_attn_pre_mix", "mhc_ffn_pre_mix", "mhc_attn_post_mix", "mhc_ffn_post_mix", "mhc_head_mix")
 GIVEN = [[0.7, 0.1, 0.1, 0.1], [0.0, 0.4, 0.7, 0.0], [0.2, 0.2, 0.3, 0.3], [0.1, 0.2, 0.1, 0.9]]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("mixers") / "tiny"
-    synth(path, like="tiny")
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(path):
-    with birkhoff.load(path, kernels="reference", max_batch_tokens=24) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def oracle(engine):
-    return build_oracle(engine.model)
 
 
 def sinkhorn(x, iters=2000):

@@ -25,7 +25,7 @@ def test_no_serious_finding_in_any_view(open_tab, theme):
     tab.page.locator('[data-strip="answer"] .tok').nth(3).click()
     tab.page.wait_for_selector('[data-panel="lens"] table')
     tab.page.keyboard.press("Escape")
-    for look in ("inside", "features", "contrast", "requests", "captures"):
+    for look in ("inside", "features", "contrast", "circuit", "requests", "captures"):
         tab.page.click(f"#tab-{look}")
         tab.page.wait_for_timeout(200)
         scan(tab, f"{theme} {look}")

@@ -29,7 +29,7 @@ def test_nothing_is_wider_than_the_window(open_tab, width):
     tab.ask("Tell me a story.")
     tab.page.locator('[data-strip="answer"] .tok').nth(2).click()
     tab.page.wait_for_selector('[data-panel="memory"] canvas')
-    for look in ("inside", "features", "contrast", "requests", "captures"):
+    for look in ("inside", "features", "contrast", "circuit", "requests", "captures"):
         tab.page.click(f"#tab-{look}")
         tab.page.wait_for_timeout(150)
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, look

@@ -119,6 +119,7 @@ def harvest(
         overload_policy="block",
         kept_results=2 * (2 * engine.max_requests + MAX_WAITING),
         rules=engine.capture_rules,
+        on_device=True,
     )
     report = HarvestReport(str(root))
     tag = root / slug(str(spec.tag))

@@ -27,6 +27,7 @@ from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.dispatcher import Counters, Dispatcher
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
 from birkhoff.capture.sinks.job import CaptureJob, CaptureSink, MemorySink
+from birkhoff.capture.sinks.pinned_copy import PinnedCopy
 from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureRequest, CaptureResult
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
@@ -66,7 +67,8 @@ class CapturePlanner:
 
     `file_options` are fields of `FileOptions` for the consumer that writes under `root`, such as the rank of a pipeline
     stage; `layers` are the layers that this process computes, None for all: rows of others are captured elsewhere.
-    `queues` are options of `Dispatcher`."""
+    With `on_device`, rows of a GPU are selected, projected, reduced and cast there; those for memory stay there, and
+    those for consumers are copied to the host asynchronously. `queues` are options of `Dispatcher`."""
 
     def __init__(
         self,
@@ -78,12 +80,15 @@ class CapturePlanner:
         rules: CaptureRules | None = None,
         file_options: Mapping[str, Any] | None = None,
         layers: Collection[int] | None = None,
+        on_device: bool = False,
         **queues: Any,
     ):
         self._schema = schema
         self._num_layers = num_layers
         self._model = model
         self._layers = None if layers is None else frozenset(layers)
+        self._on_device = on_device
+        self._pinned_copy = PinnedCopy()
         self.rules = rules or CaptureRules(Projections(schema))
         self._rules_by_name: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._consumers: dict[str, Consumer] = {}
@@ -242,9 +247,11 @@ class CapturePlanner:
                 meta |= {"project": str(project), "project_digest": projection.digest}
             # Consumers that write files accept rows in large pieces; a live view receives every step at once.
             buffer_bytes = getattr(self._consumers[resolved.consumer], "buffer_bytes", 0)
-            sink = DispatchSink(self._dispatcher, resolved, prompt_len, meta, buffer_bytes, parameters)
+            sink = DispatchSink(
+                self._dispatcher, resolved, prompt_len, meta, buffer_bytes, parameters, self._pinned_copy
+            )
         matrix = None if projection is None else projection.matrix
-        return CaptureJob(resolved, sink, matrix, digest, self._layers)
+        return CaptureJob(resolved, sink, matrix, digest, self._layers, self._on_device)
 
 
 def _with_suffix(part: Any, suffix: str) -> Any:
@@ -271,8 +278,10 @@ class DispatchSink:
         meta: Mapping[str, Any],
         buffer_bytes: int = 0,
         parameters: Mapping[str, Any] | None = None,
+        pinned_copy: PinnedCopy | None = None,
     ):
         capture = resolved.capture
+        self._pinned_copy = pinned_copy or PinnedCopy()
         self._dispatcher = dispatcher
         self._consumer = resolved.consumer
         self._prompt_len = prompt_len
@@ -295,6 +304,7 @@ class DispatchSink:
         self._dispatcher.begin(self._consumer, self._request)
 
     def append(self, rows: SiteRows) -> None:
+        rows = self._pinned_copy(rows)
         self._buffered.setdefault((rows.hook, rows.layer), []).append(rows)
         self._nbytes += rows.tensor.nbytes + ROW_OVERHEAD * len(rows)
         if self._nbytes >= self._buffer_bytes:
@@ -339,4 +349,5 @@ class DispatchSink:
             step,
             rows.scale,
             num_steps=len(parts),
+            ready=rows.ready,
         )

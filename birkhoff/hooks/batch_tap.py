@@ -152,7 +152,7 @@ class BatchTap(NoTap):
         self.requests = requests
         self.edits = edits
         self._staged: dict[CaptureSite, torch.Tensor] = {}
-        self._on_host: dict[CaptureSite, torch.Tensor] = {}
+        self._copies: dict[tuple[CaptureSite, bool], torch.Tensor] = {}
         self._ragged: dict[CaptureSite, list[torch.Tensor]] = {}  # for each captured token, its rows
         self._source: RowSource | None = None
         self._layers: dict[int, Tap] | None = None
@@ -246,7 +246,7 @@ class BatchTap(NoTap):
             rows = SiteRows(hook, layer, tensor, positions, token_ids)
             if not whole:
                 rows = rows.part(0, count)
-            if observer is not None:
+            if observer is not None and not _on_device(request.job):
                 observer(request.span.plan, request.job, rows)
             request.job.deliver(rows)
         for ragged_rows in self._ragged_rows(index, count):
@@ -267,15 +267,19 @@ class BatchTap(NoTap):
 
     def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:
         count = len(self.requests[index].rows)
+        on_device = _on_device(self.requests[index].job)
         for site, first in self.layout.sites_of[index]:
             if site in self._staged:
-                yield site.key, self.on_host(site)[first : first + count]
+                yield site.key, self.copied(site, on_device)[first : first + count]
 
-    def on_host(self, site: CaptureSite) -> torch.Tensor:
-        """The staged rows of a site, copied to the host once for all jobs."""
-        if site not in self._on_host:
-            self._on_host[site] = self._staged[site][: len(site.rows)].to("cpu", copy=True)
-        return self._on_host[site]
+    def copied(self, site: CaptureSite, on_device: bool = False) -> torch.Tensor:
+        """The staged rows of a site, copied once for all jobs: to the host, or on the device for those that read rows
+        there."""
+        key = site, on_device
+        if key not in self._copies:
+            rows = self._staged[site][: len(site.rows)]
+            self._copies[key] = rows.clone() if on_device else rows.to("cpu", copy=True)
+        return self._copies[key]
 
 
 def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None) -> BatchTap | None:
@@ -291,6 +295,10 @@ def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None
     tap = BatchTap(staging, staging.layout(requests), requests, edits)
     staging.last_edit_tap = None if requests else tap
     return tap
+
+
+def _on_device(job: Job) -> bool:
+    return getattr(job, "on_device", False)
 
 
 def _row_requests(span: Span) -> list[RowRequest]:

@@ -25,10 +25,11 @@ Key = tuple[str, int]  # hook name, layer
 
 @dataclass(slots=True, eq=False)
 class SiteRows:
-    """Rows of one site with their labels, in order of position: `tensor` [rows, *row_shape], on the host.
+    """Rows of one site with their labels, in order of position: `tensor` [rows, *row_shape], on the host unless the
+    job takes rows on the device.
 
     A row that stands for several tokens (a mean) has no position. `scale` is one float32 per row, for rows stored as
-    fp8.
+    fp8. While rows are being copied to the host, `ready` blocks until they are there.
     """
 
     hook: str
@@ -37,18 +38,27 @@ class SiteRows:
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
     scale: torch.Tensor | None = None
+    ready: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Block until the rows can be read."""
+        if self.ready is not None:
+            self.ready()
+            self.ready = None
 
     def part(self, start: int, stop: int) -> SiteRows:
         """Rows start..stop, sharing memory."""
         rows = slice(start, stop)
         scale = None if self.scale is None else self.scale[rows]
         labels = self.positions[rows], self.token_ids[rows]
-        return SiteRows(self.hook, self.layer, self.tensor[rows], *labels, scale)
+        return SiteRows(self.hook, self.layer, self.tensor[rows], *labels, scale, self.ready)
 
     @staticmethod
     def concatenate(parts: Sequence[SiteRows]) -> SiteRows:
         """Rows of one site from several steps or texts, in memory of their own."""
         first = parts[0]
+        for part in parts:
+            part.wait()
         scales = [part.scale for part in parts if part.scale is not None]
         return SiteRows(
             first.hook,
@@ -64,7 +74,10 @@ class SiteRows:
 
 
 class Job(Protocol):
-    """A consumer of rows of one request. Its methods must not raise: a job reports its own errors."""
+    """A consumer of rows of one request. Its methods must not raise: a job reports its own errors.
+
+    A job with a true attribute `on_device` receives rows where the step computed them, in memory of their own; others
+    receive rows on the host. Rows of recorded decode steps are on the host for all."""
 
     @property
     def keys(self) -> Collection[Key]: ...

@@ -9,7 +9,7 @@ origin of the chunk. torch is imported only if a chunk holds a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class Chunk:
     step_index: int = 0
     scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
     num_steps: int = 1  # number of steps joined in this chunk, from `step_index` on
+    ready: Callable[[], None] | None = None  # blocks until rows that are being copied from a device are here
 
     @property
     def last_step(self) -> int:
@@ -98,6 +99,8 @@ class Chunk:
 
     def array(self) -> Array:
         """The rows in NumPy's nearest dtype (`dtypes.STORED`); shares memory if the rows are contiguous."""
+        if self.ready is not None:
+            self.ready()
         rows: Any = self.rows
         if not isinstance(rows, np.ndarray):
             import torch
@@ -153,6 +156,8 @@ class Chunk:
         return Chunk(**head | {"rows": rows, "row_shape": shape, "scale": scale})
 
     def scales(self) -> Array | None:
+        if self.scale is not None and self.ready is not None:
+            self.ready()
         return None if self.scale is None else np.asarray(self.scale, dtype=np.float32).reshape(-1)
 
     def letters(self) -> str | None:

@@ -37,7 +37,8 @@ class CaptureSink(Protocol):
 
 class CaptureJob:
     """`matrix` is the projection named by the capture; `capture_hash` identifies all captures of the request. With
-    `layers`, only rows of these layers are captured."""
+    `layers`, only rows of these layers are captured. With `on_device`, rows are received and processed on the device
+    that computed them."""
 
     def __init__(
         self,
@@ -46,9 +47,11 @@ class CaptureJob:
         matrix: torch.Tensor | None = None,
         capture_hash: str = "",
         layers: Collection[int] | None = None,
+        on_device: bool = False,
     ):
         self.keys = tuple(key for key in resolved.addresses if layers is None or key[1] in layers)
         self.after = resolved.capture.capture_point == "after"
+        self.on_device = on_device
         self.consumer = resolved.consumer
         self.resolved = resolved
         self.sink = sink

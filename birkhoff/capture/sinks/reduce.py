@@ -46,12 +46,12 @@ class Transform:
     """Stream subset and projection of the rows of one hook."""
 
     streams: tuple[int, ...] | None = None
-    matrix: torch.Tensor | None = None  # [width, columns] on the device of the rows
+    matrix: torch.Tensor | None = None  # [width, columns]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self.streams is not None:
             rows = keep_streams(rows, self.streams)
-        return rows if self.matrix is None else project(rows, self.matrix)
+        return rows if self.matrix is None else project(rows, self.matrix.to(rows.device, non_blocking=True))
 
 
 def store(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:

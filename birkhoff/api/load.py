@@ -237,7 +237,9 @@ def _capture_queues(options: EngineOptions) -> dict[str, Any]:
 def _load_with_transformers(model: str | Path, path: Path, options: EngineOptions) -> Engine:
     _refuse(options, OWN_ONLY, "the backend birkhoff")
     device = select_device(options.device)
-    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    # V4 through Transformers is the reference that our own model is compared with
+    plain = device.type == "cpu" or not runs_here(read_config(path))
+    auto = torch.float32 if plain else torch.bfloat16
     opened = open_model(path, device, DTYPES.get(options.dtype, auto))
     network = opened.model
     cache_bytes = free_bytes_of(device) // 4 if options.cache_bytes is None else options.cache_bytes

@@ -225,7 +225,9 @@ class SaeHost:
         key = tuple((use, tuple(rows)) for use, rows in uses)
         data = self._data.get(key)
         if data is None:
-            data = self._build(uses)
+            # kept tensors are read by later passes with gradients, which refuse those made in inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                data = self._build(uses)
             if data.kind.units <= UNIT_SIZES[-1]:  # those of prompts are large and do not repeat
                 if len(self._data) >= MAX_CACHED_DATA:
                     self._data.clear()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Call, LogitDiff, LogProb, Patch, SaeSet
+from birkhoff import Add, Call, Clamp, ExpertSet, Gate, LogitDiff, LogProb, Patch, Project, SaeSet
 from birkhoff.analysis.attribution import spearman
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, SiteError, UnsupportedModel
 from birkhoff.steering.position_rows import PositionRows
@@ -55,6 +55,33 @@ def test_a_gradient_score_is_difference_times_gradient(engine):
         assert scores[key].shape == expected.shape
         assert (scores[key] - expected).abs().max() < 1e-4
     assert scores.baseline_value == pytest.approx(metric(theirs.logits), abs=1e-4)
+
+
+def test_edits_that_a_generation_used_before_can_be_differentiated(engine):
+    """What a decode step computes of an edit is kept, and is not bound to inference mode."""
+    d = engine.config.hidden_size
+    engine.attach("kept", random_sae("jumprelu", 48, d, seed=4, hook="mlp_out", layer=2, view="single"))
+    vector = torch.linspace(-1, 1, d)
+    try:
+        for edit in (
+            SaeSet("kept", {5: 3.0}),
+            Add(vector, "mlp_out", [1], norm_match=True),
+            Add(vector.bfloat16(), "mlp_out", [1]),
+            Project(vector, "mlp_out", [1]),
+            Clamp(vector, "mlp_out", [1], max=0.1),
+            Add(vector, "mlp_out", [1], when=Gate(vector, "mlp_out", 1, above=-100.0)),
+            Patch("identity", "mhc_attn_res_mix", [1]),
+            ExpertSet([3], force=[1]),
+        ):
+            fresh = engine.attribute(IDS, METRIC, steer=[edit]) if not isinstance(edit, SaeSet) else None
+            with engine.steering(edit):
+                engine.generate(IDS, max_tokens=2, temperature=0, ignore_eos=True)
+                scores = engine.attribute(IDS, METRIC)
+            if fresh is not None:
+                assert scores.value == pytest.approx(fresh.value, abs=1e-4)
+            assert all(np.isfinite(node.score) for node in scores), edit
+    finally:
+        engine.detach("kept")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ def pair(request, device, tmp_path_factory):
     """An engine of small steps (prompts are cut, requests join and leave), and the reference for the same weights."""
     folder = tmp_path_factory.mktemp(request.param)
     reference = Reference(make(request.param, folder / "model"))
-    options = {"max_requests": 3, "max_batch_tokens": 24, "cache_bytes": 1 << 24, "device": device}
+    options = {
+        "max_requests": 3,
+        "max_batch_tokens": 24,
+        "cache_bytes": 1 << 24,
+        "device": device,
+        "dtype": "float32",
+    }
     with birkhoff.load(folder / "model", capture_root=folder / "captures", **options) as engine:
         yield engine, reference

@@ -45,6 +45,20 @@ def test_stored_findings_stay_mended(attacked):
     attacker.close()
 
 
+def test_attribution_is_answered_while_a_feature_is_clamped_for_all_requests(attacked):
+    """What the generation before it kept of the clamp was of no use for gradients."""
+    attacker = Attacker(attacked.port)
+    clamps = {"mlp_out": {"2": [{"feature_idx": 1, "value": 1.0}]}}
+    body = {"prefill_specs": [{"module_name": "delta", "clamps": clamps}], "replace": True}
+    assert attacker.post("/v1/steering/sae/set", json.dumps(body).encode())[0] == 200
+    asked = {"prompt": "a b", "metric": {"token": 5}}
+    for path in ("/v1/completions", "/v1/attribute"):
+        body = {"prompt": "a b", "max_tokens": 1} if path == "/v1/completions" else asked
+        status, text = attacker.post(path, json.dumps(body).encode())
+        assert status == 200, (path, text)
+    _clear(attacker)
+
+
 def test_a_refusal_takes_little_memory_whatever_its_numbers(attacked):
     """The resident peak of the server grows by at most 1 MB, beyond what the same body takes with small numbers."""
     attacker, meter = Attacker(attacked.port), ProcessMeter(attacked.process.pid)

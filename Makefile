@@ -74,8 +74,9 @@ $(VLLM)/.tests: requirements-vllm.txt pyproject.toml
 	@touch $@
 
 # Warnings of vLLM and of what it imports are not ours.
+VLLM_TESTS ?= tests/vllm
 test-vllm: $(VLLM)/.tests
-	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -o filterwarnings=default tests/vllm
+	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -o filterwarnings=default $(VLLM_TESTS)
 
 # Ray is a package of 80 MB, and starting a cluster takes up to a minute on two busy cores: not part of `make test`.
 test-ray: $(TESTS)

@@ -220,10 +220,11 @@ class VllmCore(RequestLoop):
         failure.__cause__ = error
         for request in [*self._waiting, *self._active.values()]:
             if isinstance(request.plan, RemotePlan):
-                request.plan.collect = None
+                request.plan.lose(str(failure))
             request.finish("error", error=failure)
         self._waiting.clear()
         self._active.clear()
+        self.engine.engine_core.shutdown()  # ends the processes that are left
 
 
 def sampling_keywords(request: Request) -> dict[str, Any]:

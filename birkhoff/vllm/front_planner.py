@@ -93,6 +93,14 @@ class RemotePlan(Plan):
         assert self.spec is not None
         return RequestMark(self.spec.key, cache_salt(self, self.prompt_len), not self.jobs)
 
+    def lose(self, why: str) -> None:
+        """The ranks have ended: nothing can be collected any more."""
+        self.collect = None
+        for job in self.received:
+            job.error = job.error or why
+        if self.written is not None:
+            self.written.finished = CaptureResult("error", error=why)
+
     def finish(self, finish_reason: str, num_tokens: int) -> None:
         collect = self.collect
         self.collect = None

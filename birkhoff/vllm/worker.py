@@ -6,6 +6,7 @@ armed a worker builds vLLM's own runner and touches no layer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -199,7 +200,9 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
             self.hooked.planner.saes.detach(name, drain=True)
 
     def birkhoff_counts(self) -> dict[str, int]:
-        return {} if self.hooked is None else {**self.hooked.counts(), "sites": len(self._keys)}
+        if self.hooked is None:
+            return {}
+        return {**self.hooked.counts(), "sites": len(self._keys), "pid": os.getpid()}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import birkhoff
+from birkhoff.vllm import open_engine
 from tests.hf.reference import Reference
 from tests.vllm.batch import Batch, check_batch
 from tests.vllm.models import CONTEXT, FAMILIES, make_model
@@ -30,3 +31,17 @@ def test_a_mixed_batch_equals_transformers(family, tmp_path):
         batch.register(engine, tmp_path)
         check_batch(engine, Reference(model), batch, tmp_path / "captures")
         assert engine.settings["backend"] == "vllm"
+
+
+def test_a_mixed_batch_by_the_operations_of_recorded_graphs(tmp_path, monkeypatch):
+    """Steps whose requests all fit run the fixed operations, the others do not; both give the same answers."""
+    monkeypatch.setattr(open_engine, "CPU_WORKER", "tests.vllm.recorded_worker.RecordedCpuWorker")
+    model = make_model("llama", tmp_path / "model")
+    batch = Batch()
+    options = {"backend": "vllm", "capture_root": tmp_path / "captures", **SMALL}
+    with birkhoff.load(tmp_path / "model", **options) as engine:
+        batch.register(engine, tmp_path)
+        check_batch(engine, Reference(model), batch, tmp_path / "captures")
+        worker = engine._core.engine.model_executor.driver_worker.worker
+        (counts,) = engine._core.ranks.call("birkhoff_counts")
+        assert 5 < worker.recorded_steps < counts["steps"], (worker.recorded_steps, counts)

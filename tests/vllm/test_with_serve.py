@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ if HAS_VLLM:
     import transformers
 VECTOR = torch.randn(D, generator=torch.Generator().manual_seed(4))
 KEY = "key-of-clients"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 class Served:
@@ -230,6 +234,70 @@ def test_routes_of_modules_dictionaries_and_captures(served, tmp_path):
     assert served.call("/v1/steering/modules/unregister", {"name": "features"})[0] == 404
     assert served.call("/v1/interp/captures/t/none")[0] == 404
     assert served.call("/v1/interp/captures/..%2F/x")[0] == 404
+
+
+def test_the_command_of_the_documentation(folder, theirs, tmp_path):
+    """`vllm serve` by hand, as docs/vllm.md gives it, with a real checkpoint, root and port."""
+    fences = re.findall(r"```sh\n(VLLM_PLUGINS=.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (line,) = fences
+    root = tmp_path / "captures"
+    for written, real in (("org/name", str(folder / "model")), ("/data/captures", str(root))):
+        assert written in line
+        line = line.replace(written, real)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = f"--port {port} --dtype float32 --max-model-len {CONTEXT} --max-num-seqs 2 --enforce-eager"
+    small += f" --kv-cache-memory-bytes {64 << 20} --served-model-name small"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec env {line.rstrip()} {small}"],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PATH": path},
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(process, url, log)
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=300)
+        tokenizer, reference = theirs
+        ids = tokenizer(TEXT).input_ids
+        edit = [{"op": "add", "at": {"hook": "post_mlp", "layers": [1]}, "vector": VECTOR.tolist()}]
+        files = {"hooks": {"post_mlp": [2]}, "positions": "all", "request_id": "line", "tag": "t"}
+        answer = client.completions.create(
+            prompt=TEXT,
+            **GREEDY,
+            extra_body={**EXTRA, "interventions": edit, "capture": {"filesystem": files}},
+        )
+        tokens, seen = reference_text(
+            reference,
+            ids,
+            8,
+            lambda hook, layer, x: x + VECTOR if (hook, layer) == ("post_mlp", 1) else None,
+            None,
+        )
+        assert answer.choices[0].model_extra["token_ids"] == tokens
+        assert answer.model_extra["interp"]["rows_steered"] == len(ids) + 7
+        entry = read_request(root / "t" / "line")["post_mlp", 2]
+        assert worst_error(torch.from_numpy(entry.values()), seen["post_mlp", 2]) < 1e-4
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(300)
+
+
+def wait_until_healthy(process, url, log):
+    deadline = time.monotonic() + 900
+    while True:
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=60) as reply:
+                assert reply.status == 200
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
 
 
 def test_a_client_that_leaves_ends_its_request(served):

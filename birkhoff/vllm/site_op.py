@@ -16,19 +16,24 @@ from birkhoff.vllm.rank_requests import RankRequests
 
 CONTEXT = "birkhoff.hooks"  # key of the rank's hooks among the layers of the forward context
 _BY_ID = {site.id: site for site in SITES}
+_NAME = "birkhoff::site_"
 
 
-@torch.library.custom_op("birkhoff::site_", mutates_args={"x"})
-def site_(x: torch.Tensor, layer: int, site: int) -> None:
+def _run(x: torch.Tensor, layer: int, site: int) -> None:
     """Capture and edit the rows of a site in place."""
     hooked = get_forward_context().no_compile_layers.get(CONTEXT) if is_forward_context_available() else None
-    if hooked is not None:
+    if hooked is not None and not hooked.idle():
         hooked.edit_in_place(x, layer, _BY_ID[site])
 
 
-@site_.register_fake
-def _(x: torch.Tensor, layer: int, site: int) -> None:
-    return None
+def _fake(x: torch.Tensor, layer: int, site: int) -> None:
+    """It returns nothing, whatever the shapes."""
+
+
+# Not `custom_op`, whose calls take three times as long: a compiled graph makes one at every armed site of every step.
+torch.library.define(_NAME, "(Tensor(a!) x, int layer, int site) -> ()")
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _run)
+torch.library.register_fake(_NAME, _fake)
 
 
 def in_graph() -> bool:

@@ -55,5 +55,6 @@ def test_consecutive_responses_do_not_grow_the_heap(open_tab):
     tab = open_tab()
     heap = answers(tab, scaled(200, 4), scaled(120, 24))
     print("heap after each answer, MB:", [round(size / 1e6, 2) for size in heap])
-    assert heap[-1] - heap[1] < 20e6 * len(heap) / 200, "200 responses may add 20 MB"
+    # Scripts are compiled during the first responses, which takes a few hundred kB each.
+    assert heap[-1] - heap[1] < max(20e6 * len(heap) / 200, 2e6), "200 responses may add 20 MB"
     assert not tab.faults

@@ -21,9 +21,9 @@ from typing import Any
 from birkhoff.analysis.harvest import HarvestReport
 from birkhoff.analysis.harvest_parts import PartJoiner, harvest_part, split_texts
 from birkhoff.capture.spec.request import Capture
-from birkhoff.data.extras import require
 from birkhoff.data.texts import DatasetText, open_texts
 from birkhoff.errors import BirkhoffError, OptionError, quoted
+from birkhoff.extras import require
 from birkhoff.option_checks import check_int
 
 PART_TEXTS = 256

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
     "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory "
-    "hf_hub json_limits small_file notebook",
+    "hf_hub json_limits small_file notebook extras",
     "offload",
     "model mhc",
     "decode",
@@ -37,6 +37,7 @@ SHARED = {
     "json_limits",
     "small_file",
     "notebook",
+    "extras",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {
@@ -54,6 +55,7 @@ OPTIONAL = {
     "vllm": {"vllm", "fastapi", "starlette"},
     "kernels": COMPILERS,
     "weights": {"gguf"},
+    "sae": {"pyarrow"},
     "hf_hub": {"huggingface_hub"},
 }  # optional packages of a room
 BENCH_AVOIDS = {"server", "web", "cli"}

@@ -34,6 +34,7 @@ LEAST_TEXTS = 8  # fewer texts are not divided
 UNCLEAR = 0.1  # a rule that correlates less on its own texts is no label
 EVERYWHERE = 0.5  # density from which a feature without a rule is called so
 NAMED_PEAKS = 3
+Context = Callable[[Peak], dict[str, object]]
 Label = tuple[str, str, LabelRule | None, float | None]  # text, how it was made, rule, score
 
 
@@ -80,42 +81,97 @@ def explain(
 ) -> dict[int, FeatureEntry]:
     """Return a `FeatureEntry` for each of `features`, or for all features that fired. `topics` are lists of words by
     name; a feature that is active after such words may be labelled with that name."""
-    spoken = [[engine.tokenizer.decode([token]) for token in ids] for ids in texts]
-    held_out = _held_out(len(texts))
-    chosen_on = [words for number, words in enumerate(spoken) if number not in held_out]
-    vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
-    chosen, judged = RuleSums(vocabulary, sae.d_sae), RuleSums(vocabulary, sae.d_sae)
-
-    def add(number: int, activations: torch.Tensor) -> None:
-        (judged if number in held_out else chosen).add(activations, spoken[number], skip)
-
-    book = collect_features(engine, sae, texts, skip, contexts, examples, add)
-    selected = (
-        book.largest.gt(0).nonzero().squeeze(1).tolist()
-        if features is None
-        else [sae.feature(f) for f in features]
+    decode = engine.tokenizer.decode
+    spoken = [[decode([token]) for token in ids] for ids in texts]
+    labels = LabelSums(sae, spoken, len(texts), topics)
+    book = collect_features(
+        engine,
+        sae,
+        texts,
+        skip,
+        contexts,
+        examples,
+        lambda number, activations: labels.add(number, activations, spoken[number], skip),
     )
     promoted, suppressed = promoted_tokens(engine, sae, tokens)
+    spelled = [
+        tuple([decode([token]) for token in row.tolist()] for row in (promoted[feature], suppressed[feature]))
+        for feature in range(sae.d_sae)
+    ]
+    return describe(
+        sae,
+        book,
+        labels,
+        lambda peak: spoken[peak.text][peak.position],
+        lambda peak: context_of(decode, texts[peak.text], peak.position, peak.value),
+        None if features is None else [sae.feature(f) for f in features],
+        spelled,
+    )
+
+
+class LabelSums:
+    """What labels are made of, added text by text: the sums of rules on the texts they are chosen on and on those they
+    are judged on. `spoken` are texts as lists of tokens, from which the words of rules are taken."""
+
+    def __init__(
+        self,
+        sae: Sae,
+        spoken: Sequence[Sequence[str]],
+        texts: int,
+        topics: Mapping[str, Iterable[str]] | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self._held_out = _held_out(texts)
+        chosen_on = [words for number, words in enumerate(spoken) if number not in self._held_out]
+        vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
+        self.chosen = RuleSums(vocabulary, sae.d_sae, device)
+        self.judged = RuleSums(vocabulary, sae.d_sae, device)
+
+    def add(self, number: int, activations: torch.Tensor, spoken: Sequence[str], skip: int) -> None:
+        """Add text `number`: activations [tokens - skip, features] of its tokens from `skip` on."""
+        (self.judged if number in self._held_out else self.chosen).add(activations, spoken, skip)
+
+
+def describe(
+    sae: Sae,
+    book: FeatureBook,
+    labels: LabelSums,
+    token_at: Callable[[Peak], str],
+    context: Context,
+    features: Sequence[int] | None = None,
+    spelled: Sequence[tuple[list[str], ...]] | None = None,
+    cofires: Sequence[Sequence[tuple[int, int, float]]] | None = None,
+) -> dict[int, FeatureEntry]:
+    """Entries of `features`, or of all that fired, from what was collected. `token_at` gives the token of a peak and
+    `context` the text around it; `spelled` the tokens that each feature promotes and suppresses."""
+    largest, density = book.largest.cpu(), book.density.cpu()
+    selected = largest.gt(0).nonzero().squeeze(1).tolist() if features is None else features
     entries = {}
     for feature in selected:
         peaks = book.peaks(feature)
-        peak_tokens = [spoken[peak.text][peak.position] for peak in peaks]
         text, made, rule, score = _label(
-            feature, sae, peak_tokens, float(book.density[feature]), chosen, judged
+            feature, sae, [token_at(peak) for peak in peaks], float(density[feature]), labels
         )
+        promotes, suppresses = ([], []) if spelled is None else spelled[feature]
         entries[feature] = FeatureEntry(
             feature,
             text,
-            float(book.density[feature]),
-            float(book.largest[feature]),
-            [_context(engine, texts[peak.text], peak) for peak in peaks],
-            [engine.tokenizer.decode([token]) for token in promoted[feature].tolist()],
-            [engine.tokenizer.decode([token]) for token in suppressed[feature].tolist()],
-            [_context(engine, texts[peak.text], peak) for peak in book.drawn(feature)],
+            float(density[feature]),
+            float(largest[feature]),
+            [context(peak) for peak in peaks],
+            promotes,
+            suppresses,
+            [context(peak) for peak in book.drawn(feature)],
             made,
             None if rule is None else rule.to_json(),
             score,
-            judged.rows if score is not None else 0,
+            labels.judged.rows if score is not None else 0,
+            []
+            if cofires is None
+            else [
+                {"feature": other, "tokens": both, "correlation": round(value, 3)}
+                for other, both, value in cofires[feature]
+            ],
         )
     return entries
 
@@ -128,10 +184,9 @@ def _held_out(texts: int) -> set[int]:
     return set(order[: texts // HELD_OUT].tolist())
 
 
-def _label(
-    feature: int, sae: Sae, peaks: Sequence[str], density: float, chosen: RuleSums, judged: RuleSums
-) -> Label:
+def _label(feature: int, sae: Sae, peaks: Sequence[str], density: float, labels: LabelSums) -> Label:
     """The label of a feature, how it was made, its rule and the rule's score on held-out texts."""
+    chosen, judged = labels.chosen, labels.judged
     if not peaks:
         return "never fires here", "peaks", None, None
     best = chosen.best_rule(feature)
@@ -160,18 +215,15 @@ def promoted_tokens(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Te
     return logits.topk(tokens, dim=1).indices, (-logits).topk(tokens, dim=1).indices
 
 
-def _context(engine: Engine, ids: Sequence[int], peak: Peak) -> dict[str, object]:
-    """Text around a peak, with the peak token in brackets."""
+def context_of(
+    decode: Callable[[list[int]], str], ids: Sequence[int], place: int, value: float
+) -> dict[str, object]:
+    """Text around the token `place`, which is in brackets."""
     before, after = CONTEXT_TOKENS
-    start = max(0, peak.position - before)
-    stop = peak.position + 1 + after
-    parts = (
-        ids[start : peak.position],
-        ids[peak.position : peak.position + 1],
-        ids[peak.position + 1 : stop],
-    )
-    left, middle, right = (engine.tokenizer.decode(list(part)) for part in parts)
-    return {"text": f"{left}[{middle}]{right}", "value": round(peak.value, 3)}
+    start, stop = max(0, place - before), place + 1 + after
+    parts = (ids[start:place], ids[place : place + 1], ids[place + 1 : stop])
+    left, middle, right = (decode(list(part)) for part in parts)
+    return {"text": f"{left}[{middle}]{right}", "value": round(value, 3)}
 
 
 def save_features(entries: Mapping[int, FeatureEntry], directory: Path) -> Path:

@@ -41,12 +41,12 @@ def report(
     from birkhoff.report.capture_report import write_report
 
     path = run.with_name(f"{run.name or 'capture'}.html") if out is None else out
-    facts = write_report(run, path, _tokenizer(model), limit)
+    facts = write_report(run, path, read_tokenizer(model), limit)
     print_status(f"{facts['texts']} texts, {facts['rows']} rows: {format_bytes(path.stat().st_size)}")
     typer.echo(json_module.dumps({"path": str(path), **facts}) if json else str(path))
 
 
-def _tokenizer(model: str) -> Tokenizer | None:
+def read_tokenizer(model: str) -> Tokenizer | None:
     """The tokenizer of a model; None if its directory has none."""
     from birkhoff.text.tokenizer import Tokenizer
     from birkhoff.weights.locate import locate

@@ -1,8 +1,9 @@
-"""`birkhoff sae train | eval | features | active | search | show | import | export`: sparse autoencoders (SAEs).
+"""`birkhoff sae train | eval | features | active | read | search | show | import | export`: sparse autoencoders.
 
 Paths and JSON go to stdout, progress and status messages to stderr. `train` reads stored captures or runs texts itself,
 and resumes an interrupted run. `eval` includes the model loss with the reconstruction spliced in; `features` describes
-each feature by a label with its score, contexts and examples, which `search` and `show` read.
+each feature by a label with its score, contexts and examples, which `search` and `show` read; `read` does so from
+stored rows at any scale.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 from birkhoff.byte_size import format_bytes
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
+from birkhoff.cli.report import read_tokenizer
 from birkhoff.cli.terminal import print_status, progress_bar
 from birkhoff.data.texts import open_texts, read_texts
 from birkhoff.errors import OptionError
@@ -272,6 +274,83 @@ def active(
 
 
 @app.command()
+def read(
+    directory: Directory,
+    store: Annotated[
+        Path,
+        typer.Option(
+            help="Harvest of its hook and layer: the --out of capture, or a tag.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory to write features.parquet to. [default: DIRECTORY, where the page reads it]",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model whose tokenizer reads the tokens.")] = "nano",
+    promotes: Annotated[
+        bool,
+        typer.Option("--promotes", help="Load the model too, for the tokens that each feature promotes."),
+    ] = False,
+    contexts: Annotated[int, typer.Option(help="Top contexts per feature.")] = 8,
+    partners: Annotated[int, typer.Option(help="Features that fire with it, per feature.")] = 8,
+    device: Annotated[str, typer.Option(help="Device that encodes the rows: cpu or cuda.")] = "cpu",
+    hook: Hook = None,
+    layer: Layer = None,
+    view: View = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Describe features from stored rows in one pass: top activations, density, co-firing, labels."""
+    for name, value in (("limit", limit), ("contexts", contexts), ("partners", partners)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name} is {value}, expected a positive whole number.")
+    from birkhoff.analysis.sae_features import promoted_tokens
+    from birkhoff.analysis.sae_read import read_features
+    from birkhoff.embedded import dictionary_path
+    from birkhoff.sae.dictionary import Sae
+
+    target = dictionary_path(directory) if out is None else out
+    if out is None and not (target.is_dir() and directory.exists()):
+        raise OptionError(f"{directory} is no directory of your own. Say where to write: --out DIR")
+    sae = Sae.load(directory, hook, layer, view)
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
+        raise OptionError(
+            f"labels and contexts need a tokenizer, and {model} has none. Name another: --model"
+        )
+    spelled = None
+    if promotes:
+        with open_engine({"model": model}) as engine:
+            both = promoted_tokens(engine, sae)
+        spelled = [
+            tuple([tokenizer.decode([token]) for token in side[row].tolist()] for side in both)
+            for row in range(sae.d_sae)
+        ]
+    with progress_bar("reading", "texts") as advance:
+        found = read_features(
+            sae,
+            store,
+            tokenizer.decode,
+            contexts=contexts,
+            partners=partners,
+            device=device,
+            spelled=spelled,
+            limit=limit,
+            progress=advance,
+        )
+    path = found.save(target)
+    counted = "" if found.exact_cofiring else "; co-firing is estimated"
+    print_status(
+        f"{len(found.features)} of {sae.d_sae} features fire on {found.rows} rows of {found.texts} texts, read in "
+        f"{found.seconds:.1f} s{counted}"
+    )
+    typer.echo(json_module.dumps({"path": str(path), **found.to_json()}) if json else str(path))
+
+
+@app.command()
 def search(
     directory: Directory,
     words: Annotated[list[str], typer.Argument(help="Words to search for.", show_default=False)],
@@ -313,6 +392,9 @@ def show(
     typer.echo(f"active on {entry.density:.2%} of tokens, at most {entry.largest:.2f}")
     typer.echo(f"promotes {' '.join(map(repr, entry.promotes))}")
     typer.echo(f"suppresses {' '.join(map(repr, entry.suppresses))}")
+    if entry.cofires:
+        fires = (f"{one['feature']} ({one['correlation']:.2f})" for one in entry.cofires)
+        typer.echo(f"fires with {', '.join(fires)}")
     for title, shown in (("strongest", entry.contexts), ("examples", entry.examples)):
         typer.echo(f"{title}:")
         for context in shown:

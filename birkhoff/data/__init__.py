@@ -4,5 +4,5 @@
     export_rows(run, …)  captured rows as Parquet, safetensors, Zarr or a folder of `datasets`
     RowDataset(run, …)   captured rows as a `torch.utils.data.IterableDataset`
 
-Packages that only one format needs are imported when it is used; `extras.py` names what to install.
+Packages that only one format needs are imported when it is used; `birkhoff.extras` names what to install.
 """

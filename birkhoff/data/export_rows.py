@@ -30,8 +30,8 @@ from birkhoff.capture.store.entry import CaptureEntry
 from birkhoff.capture.store.naming import short_hash, slug
 from birkhoff.capture.store.reader import to_torch
 from birkhoff.capture.store.row_reader import StoredSite, iter_rows, stored_sites
-from birkhoff.data.extras import require
 from birkhoff.errors import CaptureFileError, CaptureWriteError, OptionError, did_you_mean, quoted
+from birkhoff.extras import require
 from birkhoff.hooks.site_names import Address
 from birkhoff.option_checks import check_int
 from birkhoff.small_file import MANIFEST_BYTES, read_json

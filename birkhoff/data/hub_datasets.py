@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from birkhoff.data.extras import require
 from birkhoff.errors import DataError, did_you_mean, quoted
+from birkhoff.extras import require
 
 # Arguments of `datasets.load_dataset` that may follow the name.
 ARGUMENTS = ("split", "name", "revision", "data_dir", "data_files", "streaming")

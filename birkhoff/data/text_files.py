@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birkhoff.data.extras import require
 from birkhoff.errors import DataError
+from birkhoff.extras import require
 
 ENDINGS = (".jsonl", ".txt", ".parquet", ".jsonl.zst", ".jsonl.gz", ".txt.zst", ".txt.gz")
 BATCH_ROWS = 1024

@@ -3,7 +3,8 @@
     birkhoff sae search nano "sea"
     engine.search_features("nano", "sea")
 
-The file is `features.json` in the dictionary's directory, or `features.json.xz`: the same text, compressed.
+The file is `features.json` in the dictionary's directory, `features.json.xz` (the same text, compressed), or
+`features.parquet` with a row per feature, which `birkhoff sae read` writes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from birkhoff.atomic_file import atomic_path
 from birkhoff.errors import OptionError, SaeFileError, quoted
+from birkhoff.extras import require
 from birkhoff.json_limits import parse_json
 from birkhoff.sae.features import FeatureEntry
 from birkhoff.small_file import read_bytes
 
-FILE, COMPRESSED = "features.json", "features.json.xz"
+FILE, COMPRESSED, TABLE = "features.json", "features.json.xz", "features.parquet"
 MAX_BYTES = 256 << 20
+GROUP = 4096  # features of a row group
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -49,9 +53,12 @@ class FeatureIndex(Mapping[int, FeatureEntry]):
     @staticmethod
     def read(directory: Path) -> FeatureIndex:
         """The descriptions in a directory; empty if it has none."""
-        path = next((directory / name for name in (FILE, COMPRESSED) if (directory / name).is_file()), None)
+        names = (FILE, COMPRESSED, TABLE)
+        path = next((directory / name for name in names if (directory / name).is_file()), None)
         if path is None:
             return FeatureIndex({})
+        if path.name == TABLE:
+            return _read_table(path)
         try:
             raw = read_bytes(path, MAX_BYTES)
             content = parse_json(raw if path.name == FILE else _decompressed(raw), MAX_BYTES)
@@ -67,16 +74,27 @@ class FeatureIndex(Mapping[int, FeatureEntry]):
 
     def save(self, directory: Path, compressed: bool = False) -> Path:
         """Write the file, one line per feature, in place of what the directory has; return its path."""
-        path, other = directory / FILE, directory / COMPRESSED
-        if compressed:
-            path, other = other, path
+        path = directory / (COMPRESSED if compressed else FILE)
         lines = (
             f"{json.dumps(str(feature))}: {json.dumps(entry.to_json(), ensure_ascii=False, separators=(',', ':'))}"
             for feature, entry in self.items()
         )
         data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
         path.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME) if compressed else data)
-        other.unlink(missing_ok=True)
+        _remove_others(path)
+        return path
+
+    def save_table(self, directory: Path) -> Path:
+        """Write `features.parquet` in place of what the directory has; return its path. Needs pyarrow."""
+        path = directory / TABLE
+        parquet, arrow = require("pyarrow.parquet", f"writing {path}"), require("pyarrow", f"writing {path}")
+        schema = _table_schema(arrow)
+        with atomic_path(path) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as file:
+            entries = list(self._entries.values())
+            for first in range(0, len(entries), GROUP):
+                rows = [_to_row(entry) for entry in entries[first : first + GROUP]]
+                file.write_table(arrow.Table.from_pylist(rows, schema))
+        _remove_others(path)
         return path
 
     def search(self, words: str, limit: int = 20) -> list[FeatureMatch]:
@@ -106,6 +124,84 @@ class FeatureIndex(Mapping[int, FeatureEntry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _table_schema(arrow: Any) -> Any:
+    place = arrow.struct(
+        [
+            ("text", arrow.string()),
+            ("value", arrow.float64()),
+            ("request", arrow.string()),
+            ("position", arrow.int64()),
+        ]
+    )
+    partner = arrow.struct(
+        [("feature", arrow.int64()), ("tokens", arrow.int64()), ("correlation", arrow.float64())]
+    )
+    return arrow.schema(
+        [
+            ("feature", arrow.int64()),
+            ("label", arrow.string()),
+            ("made", arrow.string()),
+            ("rule", arrow.string()),  # JSON
+            ("score", arrow.float64()),
+            ("scored_rows", arrow.int64()),
+            ("density", arrow.float64()),
+            ("largest", arrow.float64()),
+            ("promotes", arrow.list_(arrow.string())),
+            ("suppresses", arrow.list_(arrow.string())),
+            ("contexts", arrow.list_(place)),
+            ("examples", arrow.list_(place)),
+            ("cofires", arrow.list_(partner)),
+        ]
+    )
+
+
+def _to_row(entry: FeatureEntry) -> dict[str, Any]:
+    return {
+        "feature": entry.feature,
+        **entry.to_json(),
+        "rule": None if entry.rule is None else json.dumps(entry.rule, ensure_ascii=False),
+        "cofires": entry.cofires,
+    }
+
+
+def _read_table(path: Path) -> FeatureIndex:
+    parquet, arrow = require("pyarrow.parquet", f"reading {path}"), require("pyarrow", f"reading {path}")
+    entries: dict[int, FeatureEntry] = {}
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=GROUP):
+            for row in batch.to_pylist():
+                number = row.pop("feature")
+                rule = row.pop("rule", None)
+                places = {
+                    name: [_without_none(place) for place in row.pop(name, None) or ()]
+                    for name in ("contexts", "examples")
+                }
+                fields = {
+                    **row,
+                    **places,
+                    "rule": None if rule is None else parse_json(rule.encode(), MAX_BYTES),
+                }
+                entries[number] = FeatureEntry.from_json(number, fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, arrow.ArrowException) as error:
+        raise SaeFileError(
+            f"{path} cannot be read as descriptions of features: {str(error)[:300]}."
+        ) from None
+    if not all(isinstance(number, int) and number >= 0 for number in entries):
+        raise SaeFileError(f"{path} names features by something else than their numbers.")
+    return FeatureIndex(entries)
+
+
+def _without_none(place: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in place.items() if value is not None}
+
+
+def _remove_others(path: Path) -> None:
+    """A directory has one file of descriptions."""
+    for name in (FILE, COMPRESSED, TABLE):
+        if name != path.name:
+            (path.parent / name).unlink(missing_ok=True)
 
 
 def _decompressed(raw: bytes) -> bytes:

@@ -97,20 +97,23 @@ class Vocabulary:
 class RuleSums:
     """Sums over rows of activations and of activations times predictions, for all features and rules."""
 
-    def __init__(self, vocabulary: Vocabulary, features: int):
+    def __init__(self, vocabulary: Vocabulary, features: int, device: torch.device | str = "cpu"):
         self.vocabulary = vocabulary
+        self._device = torch.device(device)
         self.rows = 0
         words = len(vocabulary.words) + 1  # the last one stands for all other words
         sizes = dict.fromkeys(("at", "before", "after"), words)
         sizes |= {"near": len(vocabulary.near), "topic": len(vocabulary.topics), "kind": len(KINDS)}
-        self._total = torch.zeros(features, dtype=torch.float64)
-        self._square = torch.zeros(features, dtype=torch.float64)
-        self._sums = {family: torch.zeros(size, features) for family, size in sizes.items()}
-        self._counts = {family: torch.zeros(size, dtype=torch.float64) for family, size in sizes.items()}
+        self._total = torch.zeros(features, dtype=torch.float64, device=device)
+        self._square = torch.zeros(features, dtype=torch.float64, device=device)
+        self._sums = {family: torch.zeros(size, features, device=device) for family, size in sizes.items()}
+        self._counts = {
+            family: torch.zeros(size, dtype=torch.float64, device=device) for family, size in sizes.items()
+        }
 
     def add(self, activations: torch.Tensor, tokens: Sequence[str], skip: int = 0) -> None:
         """Add one text: `activations` [T - skip, F] of its tokens from position `skip` on."""
-        activations = activations.float().cpu()
+        activations = activations.to(self._device, torch.float32)
         self.rows += len(activations)
         self._total += activations.sum(0, dtype=torch.float64)
         self._square += activations.double().square().sum(0)
@@ -120,7 +123,7 @@ class RuleSums:
         shifted = {"at": ids, "before": torch.cat([ids[1:], torch.tensor([other])])}
         shifted["after"] = torch.cat([torch.tensor([other]), ids[:-1]])
         for family, given in shifted.items():
-            used = given[skip:]
+            used = given[skip:].to(self._device)
             self._sums[family].index_add_(0, used, activations)
             self._counts[family] += torch.bincount(used, minlength=other + 1).double()
         for family, clues in (
@@ -128,8 +131,9 @@ class RuleSums:
             ("topic", _topics(words, self.vocabulary.topics)),
             ("kind", _kinds(tokens)),
         ):
-            self._sums[family] += clues[skip:].T @ activations
-            self._counts[family] += clues[skip:].sum(0, dtype=torch.float64)
+            used = clues[skip:].to(self._device)
+            self._sums[family] += used.T @ activations
+            self._counts[family] += used.sum(0, dtype=torch.float64)
 
     def score(self, feature: int, rule: LabelRule) -> float | None:
         """Correlation of the rule with the feature's activations; None if either is constant."""
@@ -169,7 +173,7 @@ class RuleSums:
     ) -> tuple[list[int], float]:
         chosen: list[int] = []
         value = 0.0
-        total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        total, count = torch.zeros(2, dtype=torch.float64, device=sums.device)
         for index in each.topk(min(4 * most, len(each))).indices.tolist():
             joined = self._correlation(total + sums[index], count + counts[index], feature)
             if joined > value + (GAIN if chosen else 0.0):

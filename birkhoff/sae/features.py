@@ -28,29 +28,36 @@ class Peak:
 
 
 class FeatureBook:
-    def __init__(self, sae: Sae, contexts: int = 8, examples: int = 3, seed: int = 0):
+    def __init__(
+        self,
+        sae: Sae,
+        contexts: int = 8,
+        examples: int = 3,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
         sae.check_whole("a summary of features")
         self._sae = sae
         self.contexts = contexts
         self.rows = 0
         self.texts = 0
-        self._generator = torch.Generator().manual_seed(seed)
-        self._strongest = _Kept(sae.d_sae, contexts)
-        self._drawn = _Kept(sae.d_sae, examples)
-        self._fired = torch.zeros(sae.d_sae, dtype=torch.long)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._strongest = _Kept(sae.d_sae, contexts, device)
+        self._drawn = _Kept(sae.d_sae, examples, device)
+        self._fired = torch.zeros(sae.d_sae, dtype=torch.long, device=device)
 
     def add(self, rows: torch.Tensor, first: int = 0, rows_per_token: int = 1) -> torch.Tensor:
         """Add the rows [n, d] of the next text in token order; `first` is the position of the first row. Returns the
         activations [tokens, features]; of several rows of a token the largest."""
         parts = [self._sae.encode(part) for part in rows.split(MAX_ROWS_AT_ONCE)]
-        features = torch.cat(parts) if parts else torch.zeros(0, self._sae.d_sae)
+        features = torch.cat(parts) if parts else torch.zeros(0, self._sae.d_sae, device=rows.device)
         self._fired += (features > 0).sum(0)
         self.rows += len(rows)
         by_token = features.view(-1, rows_per_token, self._sae.d_sae).amax(1)
         if len(by_token):
             value, index = by_token.max(0)
             self._strongest.offer(value, value, self.texts, first + index)
-            lot = torch.rand(by_token.shape, generator=self._generator) * (by_token > 0)
+            lot = torch.rand(by_token.shape, generator=self._generator, device=rows.device) * (by_token > 0)
             drawn, index = lot.max(0)
             self._drawn.offer(drawn, by_token.gather(0, index[None])[0], self.texts, first + index)
         self.texts += 1
@@ -77,17 +84,17 @@ class FeatureBook:
 class _Kept:
     """For every feature the `size` texts with the largest rank, each with a position and a value."""
 
-    def __init__(self, features: int, size: int):
-        self._ranks = torch.zeros(features, size)
-        self.values = torch.zeros(features, size)
-        self._texts = torch.full((features, size), -1)
-        self._positions = torch.zeros(features, size, dtype=torch.long)
+    def __init__(self, features: int, size: int, device: torch.device | str = "cpu"):
+        self._ranks = torch.zeros(features, size, device=device)
+        self.values = torch.zeros(features, size, device=device)
+        self._texts = torch.full((features, size), -1, device=device)
+        self._positions = torch.zeros(features, size, dtype=torch.long, device=device)
 
     def offer(self, rank: torch.Tensor, value: torch.Tensor, text: int, position: torch.Tensor) -> None:
         """One candidate per feature; a rank of 0 is none."""
         self._ranks, order = torch.cat([self._ranks, rank[:, None]], 1).topk(self._ranks.shape[1], dim=1)
         self.values = torch.cat([self.values, value[:, None]], 1).gather(1, order)
-        texts = torch.full((len(rank), 1), text)
+        texts = torch.full((len(rank), 1), text, device=rank.device)
         self._texts = torch.cat([self._texts, texts], 1).gather(1, order)
         self._positions = torch.cat([self._positions, position[:, None]], 1).gather(1, order)
 
@@ -118,8 +125,10 @@ class FeatureEntry:
     rule: dict[str, list[str]] | None = None
     score: float | None = None
     scored_rows: int = 0
+    cofires: list[dict[str, Any]] = field(default_factory=list)  # features that fire on the same tokens
 
     def to_json(self) -> dict[str, Any]:
+        partners = {"cofires": self.cofires} if self.cofires else {}
         return {
             "label": self.label,
             "made": self.made,
@@ -132,6 +141,7 @@ class FeatureEntry:
             "suppresses": self.suppresses,
             "contexts": self.contexts,
             "examples": self.examples,
+            **partners,
         }
 
     @staticmethod
@@ -160,4 +170,5 @@ class FeatureEntry:
             rule if isinstance(rule, dict) else None,
             float(score) if isinstance(score, (int, float)) else None,
             int(number("scored_rows")),
+            listed("cofires", dict),
         )

@@ -159,6 +159,12 @@ class SaeRoutes:
         entry = dictionary.descriptions.get(number)
         if entry is not None:
             summary = entry.to_json()
+            if entry.cofires:
+                known = dictionary.descriptions
+                summary["cofires"] = [
+                    {**one, "label": known[one["feature"]].label if one["feature"] in known else None}
+                    for one in entry.cofires
+                ]
             fields |= {"x_max": summary.pop("largest")} | summary
         return json_response(fields)
 

@@ -284,6 +284,7 @@ export function featurePage(store) {
       ),
       logits("makes likelier", dashboard.top_logits),
       logits("makes less likely", dashboard.bottom_logits),
+      partners(dashboard.cofires, choose_),
       h("h3", {}, "strongest contexts"),
       contexts(dashboard.contexts),
       h("h3", {}, "examples of its other activations, drawn at random"),
@@ -308,6 +309,31 @@ function scoreBadge(score) {
   const kind = score >= 0.5 ? "ok" : score >= 0.3 ? "" : "warn",
     title = "correlation of the label's rule with the activation, on texts it was not chosen on";
   return h("span", { class: `badge ${kind}`, title }, `score ${score.toFixed(2)}`);
+}
+
+/** Features that fire on the same tokens, each a button that selects it. */
+function partners(list, select) {
+  if (!list?.length) return null;
+  return h(
+    "div",
+    {},
+    h("h3", {}, "fires together with"),
+    h(
+      "div",
+      { class: "row partners" },
+      list.map((one) =>
+        h(
+          "button",
+          {
+            type: "button",
+            title: `both on ${one.tokens} tokens, correlation ${one.correlation.toFixed(2)}`,
+            onclick: () => select(one.feature),
+          },
+          `#${one.feature} ${short(one.label ?? "", 24)}`,
+        ),
+      ),
+    ),
+  );
 }
 
 function contexts(list) {

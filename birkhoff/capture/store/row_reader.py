@@ -42,7 +42,7 @@ class _RowBlock(NamedTuple):
     ordinal: int
 
 
-class _Files:
+class RowFiles:
     """Open capture files by index, with least-recently-used eviction."""
 
     def __init__(self, sidecars: list[Path], labels: bool):
@@ -106,8 +106,8 @@ def iter_rows(
     if dtype not in (None, "float32"):
         raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
     directory = Path(directory)
-    files = _Files(_sidecars(directory), labels)
-    form, blocks = _index(files, hook, layer, batch, dtype)
+    files = RowFiles(sidecars_of(directory), labels)
+    form, blocks = index_blocks(files, hook, layer, batch, dtype)
     if not len(blocks):
         files.close()
         raise CaptureFileError(
@@ -136,7 +136,7 @@ class StoredSite:
 def stored_sites(directory: str | os.PathLike[str]) -> dict[tuple[str, int], StoredSite]:
     """The sites of all finished captures under a directory of a tag or a request, in any layout."""
     found: dict[tuple[str, int], StoredSite] = {}
-    for sidecar in _sidecars(Path(directory)):
+    for sidecar in sidecars_of(Path(directory)):
         with CaptureFile(sidecar, labels=False) as file:
             for record in file.records:
                 entry, known = record.unread, found.get(record.site)
@@ -155,7 +155,7 @@ def stored_sites(directory: str | os.PathLike[str]) -> dict[tuple[str, int], Sto
 
 
 def _batches(
-    files: _Files,
+    files: RowFiles,
     form: tuple[str, tuple[int, ...]],
     blocks: Array,
     batch: int,
@@ -192,7 +192,7 @@ def _batches(
         files.close()
 
 
-def _sidecars(directory: Path) -> list[Path]:
+def sidecars_of(directory: Path) -> list[Path]:
     """Sidecars of a tag: its shards and the files of its requests, ordered by name."""
     paths: list[Path] = []
     try:
@@ -210,8 +210,8 @@ def _sidecars(directory: Path) -> list[Path]:
     return [path for path in paths if _SIDECAR.fullmatch(path.name)]
 
 
-def _index(
-    files: _Files, hook: str, layer: int, batch: int, dtype: str | None
+def index_blocks(
+    files: RowFiles, hook: str, layer: int, batch: int, dtype: str | None
 ) -> tuple[tuple[str, tuple[int, ...]], Array]:
     """Dtype and row shape of the requested rows, and their blocks [n, 5] of at most a batch."""
     form: tuple[str, tuple[int, ...]] | None = None
@@ -238,7 +238,7 @@ def _index(
 
 
 def _loaded(
-    files: _Files,
+    files: RowFiles,
     block: _RowBlock,
     form: tuple[str, tuple[int, ...]],
     dtype: str | None,

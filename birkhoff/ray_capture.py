@@ -145,7 +145,7 @@ def _connect(ray: Any, address: str) -> bool:
         ray.init(address=address, **options)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise OptionError(
-            f"there is no Ray cluster at {quoted(address)} ({str(error)[:300]}). Start one (ray start --head), or give "
+            f"there is no Ray cluster at {quoted(address)} ({str(error)[:300]}). Start one (ray start), or give "
             "local for this machine alone."
         ) from None
     return True

@@ -127,7 +127,7 @@ def test_the_command_starts_a_ray_of_its_own(cluster, data, whole, tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["new_texts"] == 48, done.stderr
     assert bytes_of(tmp_path / "out") == bytes_of(whole)
     done = birkhoff(*arguments, "--ray", "127.0.0.1:1")
-    assert done.returncode == 2 and b"option-invalid" in done.stderr and b"ray start --head" in done.stderr
+    assert done.returncode == 2 and b"option-invalid" in done.stderr and b"ray start" in done.stderr
 
 
 def test_an_address_is_needed(monkeypatch):

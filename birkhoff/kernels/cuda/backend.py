@@ -3,8 +3,8 @@
 Weights are read in 16-byte loads: input widths must be multiples of 128 (512 for experts), output widths of 16. Expert
 scales are applied as float16 powers of two, which span 29 octaves: each kind of matrix is shifted by a common power of
 two, found when the weights are bound and divided out of the sums. Models that do not fit are reported by
-`unsupported_reason` and use the Triton backend. Weights of other types than FP8, FP4 and bfloat16 are multiplied by the
-Triton twins, between these kernels.
+`unsupported_reason` and use the Triton backend. Projections of FP8, Q8_0 and bfloat16 and experts of FP4, Q2_K and
+IQ2_XXS have kernels here; other types are multiplied by the Triton twins, between these kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from birkhoff.kernels.cuda.compile import Module, find_nvrtc
+from birkhoff.kernels.cuda.variants import (
+    BLOCK_WARPS,
+    Q8_STAGE,
+    block_memory,
+    gemv_variant,
+    q8_variant,
+    reads,
+    reads_experts,
+    token_tiles,
+)
 from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers, is_fp4
 from birkhoff.kernels.linear.packed import PackedWeight
 
@@ -26,7 +36,6 @@ if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
 SOURCES = Path(__file__).parent
-MAX_ROWS = 64
 MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
 _DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _FP16_OCTAVES = 29
@@ -90,10 +99,12 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, pdl: bool = True):
         self.pdl = pdl
-        stems = ("gemv", "experts", "mhc", "route", "topk", "attend")
+        stems = ("gemv", "experts", "blocks", "mhc", "route", "topk", "attend")
         with ThreadPoolExecutor(len(stems)) as pool:  # NVRTC takes seconds per source
             modules = pool.map(lambda stem: compiled_module(f"{stem}.cu", device), stems)
-            self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules
+            self._gemv, self._experts, self._blocks, self._mhc, self._route, self._topk, self._attend = (
+                modules
+            )
 
     def gemv(
         self,
@@ -104,32 +115,41 @@ class CudaBackend:
     ) -> None:
         """Multiply x with matrices; results side by side in `out`.
 
-        `x` is (float16, bfloat16), for FP8 and bfloat16 weights respectively; `group` as in `linear.decode.gemv`. Up to
-        two FP8 matrices and one bfloat16 matrix are one launch; other types are multiplied by the Triton twin."""
-        fp8 = [weight for weight in weights if _reads(weight, x) and weight.is_fp8]
-        bf16 = [weight for weight in weights if _reads(weight, x) and not weight.is_fp8]
-        if len(fp8) + len(bf16) < len(weights) or len(fp8) > 2 or len(bf16) > 1:
+        `x` is (float16, bfloat16), for weights of codes and bfloat16 weights respectively; `group` as in
+        `linear.decode.gemv`. Up to two matrices of one type of codes and one bfloat16 matrix are one launch; other
+        types are multiplied by the Triton twin."""
+        codes = [weight for weight in weights if reads(weight, x) and weight.is_codes]
+        bf16 = [weight for weight in weights if reads(weight, x) and not weight.is_codes]
+        mixed = len({weight.kernel_type for weight in codes}) > 1
+        if len(codes) + len(bf16) < len(weights) or len(codes) > 2 or len(bf16) > 1 or mixed:
             from birkhoff.kernels.linear.decode import gemv
 
             column = 0
             for weight in weights:
                 part = out[:, column : column + weight.out]
-                if _reads(weight, x):
+                if reads(weight, x):
                     self.gemv([weight], x, part, group)
                 else:
                     gemv([weight], x[1], part, group)
                 column += weight.out
             return
         n, inner = x[1].shape[0], weights[0].inner
-        tiles = _token_tiles(n)
+        tiles = token_tiles(n)
         total = sum(weight.out for weight in weights)
-        warps, depth, row_blocks = _gemv_variant(tiles, inner, total, group is not None)
+        suffix = _DTYPE_SUFFIX[out.dtype]
+        if codes and not codes[0].is_fp8:
+            warps, depth = q8_variant(tiles, inner)
+            row_blocks, shared = 1, warps * depth * Q8_STAGE
+            name = f"gemv_q8_{suffix}_{tiles}_{warps}_{depth}"
+        else:
+            warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None)
+            name, shared = f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}", 0
         self._gemv.launch(
-            f"gemv_{_DTYPE_SUFFIX[out.dtype]}_{tiles}_{warps}_{depth}_{row_blocks}",
+            name,
             (-(-total // (16 * row_blocks)), 1),
             row_blocks * warps * 32,
-            *_fp8_arguments(fp8, 0),
-            *_fp8_arguments(fp8, 1),
+            *_code_arguments(codes, 0),
+            *_code_arguments(codes, 1),
             bf16[0].weight if bf16 else None,
             bf16[0].out if bf16 else 0,
             x[0],
@@ -141,6 +161,7 @@ class CudaBackend:
             out.stride(0),
             group or 0,
             pdl=self.pdl,
+            shared=shared,
         )
 
     def route_and_shared(
@@ -152,7 +173,7 @@ class CudaBackend:
         n, width = buffers.x.shape
         inner, experts = buffers.shared_hidden.shape[1], w.router.out
         x = (buffers.x_fp16, buffers.x)
-        if not (w.shared_gate_up.is_fp8 and not w.router.is_codes and _reads(w.router, x)):
+        if w.router.is_codes or not (reads(w.shared_gate_up, x) and reads(w.router, x)):
             from birkhoff.kernels.experts.decode import swiglu
 
             both = buffers.router_gate_up
@@ -172,6 +193,7 @@ class CudaBackend:
             buffers.x,
         )
         logits = buffers.router_gate_up
+        q8 = "" if w.shared_gate_up.is_fp8 else "q8_"
         routing = (
             w.router_bias,
             w.hash_table,
@@ -182,7 +204,7 @@ class CudaBackend:
         )
         if n == 1:
             self._gemv.launch(
-                f"router_gate_up_one_{8 if experts <= 256 else 16}",
+                f"router_gate_up_one_{q8}{8 if experts <= 256 else 16}",
                 (experts // 8 + inner // 16, 1),
                 256,
                 *inputs,
@@ -198,13 +220,15 @@ class CudaBackend:
                 ids.shape[1],
                 float(factor),
                 pdl=self.pdl,
+                shared=8 * 2 * Q8_STAGE if q8 else 0,
             )
             return
-        tiles = _token_tiles(n)
+        tiles = token_tiles(n)
+        warps = 4 if tiles == 8 else 8
         self._gemv.launch(
-            f"router_gate_up_{tiles}",
+            f"router_gate_up_{q8}{tiles}",
             ((inner + experts) // 16, 1),
-            128 if tiles == 8 else 256,
+            32 * warps,
             *inputs,
             n,
             width,
@@ -213,18 +237,39 @@ class CudaBackend:
             logits.stride(0),
             float(limit),
             pdl=self.pdl,
+            shared=warps * 2 * Q8_STAGE if q8 else 0,
         )
         self.route(logits[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor)
 
     def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
         """Gate and up of the routed experts: x_fp4_order -> expert_hidden, times the routing weight."""
+        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
         if not is_fp4(w):
-            from birkhoff.kernels.triton_backend import block_gate_up
+            if not reads_experts(w, width, inner):
+                from birkhoff.kernels.triton_backend import block_gate_up
 
-            block_gate_up(w, buffers, limit)
+                block_gate_up(w, buffers, limit)
+                return
+            kind = w.expert_types[0].name
+            self._blocks.launch(
+                f"gate_up_{kind}_{BLOCK_WARPS}",
+                (inner // 8, buffers.expert_slots.shape[0]),
+                32 * BLOCK_WARPS,
+                buffers.expert_slots,
+                buffers.pair_order[1],
+                buffers.topk_weights,
+                buffers.x_fp4_order,
+                buffers.expert_hidden,
+                _lookup_table(kind, buffers.x.device),
+                inner,
+                width,
+                buffers.topk_weights.shape[1],
+                float(limit),
+                pdl=self.pdl,
+                shared=block_memory(kind, width, buffers.rows),
+            )
             return
         warps = 2 if buffers.rows == 1 else 4
-        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
         offset = w.scale_offsets[0]
         assert offset is not None
         self._experts.launch(
@@ -248,22 +293,41 @@ class CudaBackend:
 
     def down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
         """Down of the routed experts and of the shared expert: expert_hidden, shared_hidden -> expert_out."""
-        fused = is_fp4(w) and w.shared_down.is_fp8
+        shared = (buffers.shared_hidden, buffers.shared_hidden)
+        q8 = not w.shared_down.is_fp8
+        fused = is_fp4(w) and reads(w.shared_down, shared) and not (q8 and w.host_range is not None)
         if not fused:
-            shared = (buffers.shared_hidden, buffers.shared_hidden)
             self.gemv([w.shared_down], shared, buffers.expert_out[:, -1])
-        if not is_fp4(w):
-            from birkhoff.kernels.triton_backend import block_down
-
-            block_down(w, buffers)
-            return
-        warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         inner = buffers.expert_hidden.shape[1]
         n, width = buffers.x.shape
+        if not is_fp4(w):
+            if not reads_experts(w, width, inner):
+                from birkhoff.kernels.triton_backend import block_down
+
+                block_down(w, buffers)
+                return
+            kind = w.expert_types[1].name
+            self._blocks.launch(
+                f"down_{kind}_{BLOCK_WARPS}",
+                (width // 16, buffers.expert_slots.shape[0]),
+                32 * BLOCK_WARPS,
+                buffers.expert_slots,
+                buffers.pair_order[1],
+                buffers.expert_hidden,
+                buffers.expert_out,
+                _lookup_table(kind, buffers.x.device),
+                inner,
+                width,
+                buffers.topk_weights.shape[1],
+                pdl=self.pdl,
+                shared=block_memory(kind, inner, buffers.rows),
+            )
+            return
+        warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
         assert offset is not None
         self._experts.launch(
-            f"experts_down_{warps}_{row_tiles}{_host_suffix(w)}",
+            f"experts_down_{warps}_{row_tiles}{'_q8' if fused and q8 else _host_suffix(w)}",
             (width // (16 * row_tiles), slots + (-(-n // 8) if fused else 0)),
             warps * 32,
             buffers.expert_slots,
@@ -282,6 +346,7 @@ class CudaBackend:
             n,
             *_host_range(w),
             pdl=self.pdl,
+            shared=warps * row_tiles * 2 * Q8_STAGE if fused and q8 else 0,
         )
 
     def write_and_mix(
@@ -528,11 +593,10 @@ class CudaBackend:
         )
 
 
-def _reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> bool:
-    """Whether `gemv.cu` multiplies these inputs with this weight: FP8 with float16, or both bfloat16."""
-    if weight.is_codes:
-        return weight.is_fp8 and x[0] is not None and x[0].dtype is torch.float16
-    return weight.weight.dtype is torch.bfloat16 and x[1].dtype is torch.bfloat16
+def _lookup_table(kind: str, device: torch.device) -> torch.Tensor | None:
+    from birkhoff.kernels.packed.unpack import lookup_table
+
+    return lookup_table(kind, device)
 
 
 def _host_range(w: ExpertLayerWeights) -> tuple[c_void_p, c_void_p] | tuple[None, None]:
@@ -544,33 +608,13 @@ def _host_suffix(w: ExpertLayerWeights) -> str:
     return "" if w.host_range is None else "_host"
 
 
-def _fp8_arguments(
+def _code_arguments(
     weights: list[PackedWeight], index: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Codes, scales and rows of FP8 matrix `index`, or of an absent one."""
+    """Codes, scales (of FP8) and rows of matrix `index`, or of an absent one."""
     if index >= len(weights):
         return None, None, 0
     return weights[index].weight, weights[index].scale, weights[index].out
-
-
-def _gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
-    """The fastest variant measured: warps that split K, blocks of 128 inputs each has in flight, and row blocks per
-    thread block."""
-    if tiles == 1:
-        return (8, 1, 1) if inner <= 1024 or grouped else (8, 3, 1) if total <= 8192 else (8, 2, 1)
-    if tiles == 2:
-        return (4, 1, 1) if inner <= 1024 else (8, 1, 1)
-    if tiles == 4:
-        return (2, 1, 4) if total >= 16384 else (4, 1, 2) if grouped else (8, 1, 1)
-    if total >= 16384:  # enough rows to keep all warps busy without splitting K further
-        return (2, 1, 4) if inner > 1024 else (1, 1, 8)
-    return (2, 1, 4) if grouped else (4, 1, 1)
-
-
-def _token_tiles(n: int) -> int:
-    """Tiles of eight tokens, rounded up to a power of two."""
-    assert n <= MAX_ROWS
-    return next(tiles for tiles in (1, 2, 4, 8) if n <= 8 * tiles)
 
 
 def _gain(offset: int) -> float:

@@ -1,7 +1,7 @@
 // Routed experts: FP4 weights read through a table of addresses, some of which may be in host memory. The Triton twin
 // is experts/decode.py.
 
-#include "gemv.cuh"
+#include "blocks.cuh"
 
 // Rows in host memory are staged through shared memory: sixteen lanes request 256 contiguous bytes of a row, so that
 // whole lines cross the bus. Direct loads (every lane loads what it multiplies) would request 64 bytes of each of eight
@@ -197,14 +197,16 @@ __device__ __forceinline__ void experts_gate_up(const ExpertSlot* slots, const i
 }
 
 // Down projection: slots as above, RT * 16 rows per block; the blocks after the last slot compute the shared expert's
-// down, up to eight tokens each.
-template <int WARPS, int RT, bool HOST, bool PIPE>
+// down, up to eight tokens each. Its weights are FP8 or, with Q8, Q8_0, which takes WARPS * RT * 2 stages of dynamic
+// shared memory.
+template <int WARPS, int RT, bool HOST, bool PIPE, bool Q8>
 __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_count, const int* order, const u16* z,
                                              float* y, int inner, int width, int topk, int offset, float gain,
                                              const u8* codes, const u8* scale, const u16* z_shared, int n,
                                              i64 host_begin, i64 host_end) {
     __shared__ float shared[WARPS * RT * 16 * 8];
     __shared__ uint4 staging[HOST ? WARPS * RT * 256 : 1], staged_scales[HOST ? RT * HOST_SCALES : 1];
+    extern __shared__ uint4 staging_q8[];
     launch_dependents();
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16 * RT;
     const u8 *c[RT], *s[RT];
@@ -215,10 +217,11 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
         const bool valid[1] = {first + g < n};
 #pragma unroll
         for (int r = 0; r < RT; r++) {
-            c[r] = codes + (i64)(row + 16 * r) * inner;
+            c[r] = codes + (i64)(row + 16 * r) * (Q8 ? inner / Q8_COLUMNS * Q8_BYTES : inner);
             s[r] = scale + row + 16 * r;
         }
-        gemm_fp8<1, RT, WARPS, WARPS == 1 ? 4 : 2>(acc, c, s, width, x, valid, inner);
+        if (Q8) gemm_q8<1, RT, WARPS, 2>(acc, c, x, valid, inner, reinterpret_cast<u8*>(staging_q8));
+        else gemm_fp8<1, RT, WARPS, WARPS == 1 ? 4 : 2>(acc, c, s, width, x, valid, inner);
         store_partials<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
             const int r = i & (16 * RT - 1), t = i / (16 * RT);
@@ -271,22 +274,25 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
         experts_gate_up<WARPS, HOST, PIPE>(slots, order, weights, x, z, inner, width, topk, limit, offset, gain, \
                                            host_begin, host_end);                                                \
     }
-#define DOWN(NAME, WARPS, RT, HOST, PIPE, BLOCKS)                                                                     \
+#define DOWN(NAME, WARPS, RT, HOST, PIPE, Q8, BLOCKS)                                                                     \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                  \
         NAME(const ExpertSlot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, \
              int topk, int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n,          \
              i64 host_begin, i64 host_end) {                                                                          \
-        experts_down<WARPS, RT, HOST, PIPE>(slots, slot_count, order, z, y, inner, width, topk, offset, gain, codes,  \
-                                            scale, z_shared, n, host_begin, host_end);                                \
+        experts_down<WARPS, RT, HOST, PIPE, Q8>(slots, slot_count, order, z, y, inner, width, topk, offset, gain,     \
+                                                codes, scale, z_shared, n, host_begin, host_end);                     \
     }
 // The last argument is the minimum of resident blocks per SM: all blocks of a single-token launch fit an H200 at once.
 GATE_UP(experts_gate_up_2, 2, false, true, 6)
 GATE_UP(experts_gate_up_4, 4, false, false, 4)
 GATE_UP(experts_gate_up_2_host, 2, true, true, 6)
 GATE_UP(experts_gate_up_4_host, 4, true, false, 4)
-DOWN(experts_down_1_1, 1, 1, false, true, 14)
-DOWN(experts_down_4_1, 4, 1, false, false, 5)
-DOWN(experts_down_2_2, 2, 2, false, false, 6)
-DOWN(experts_down_1_1_host, 1, 1, true, true, 14)
-DOWN(experts_down_4_1_host, 4, 1, true, false, 5)
-DOWN(experts_down_2_2_host, 2, 2, true, false, 6)
+DOWN(experts_down_1_1, 1, 1, false, true, false, 14)
+DOWN(experts_down_4_1, 4, 1, false, false, false, 5)
+DOWN(experts_down_2_2, 2, 2, false, false, false, 6)
+DOWN(experts_down_1_1_host, 1, 1, true, true, false, 14)
+DOWN(experts_down_4_1_host, 4, 1, true, false, false, 5)
+DOWN(experts_down_2_2_host, 2, 2, true, false, false, 6)
+DOWN(experts_down_1_1_q8, 1, 1, false, true, true, 14)
+DOWN(experts_down_4_1_q8, 4, 1, false, false, true, 5)
+DOWN(experts_down_2_2_q8, 2, 2, false, false, true, 6)

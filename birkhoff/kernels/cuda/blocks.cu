@@ -27,20 +27,13 @@ __device__ __forceinline__ void sum_inputs(uint4* sums, const u16* x, int tokens
             const uint4 eight = *reinterpret_cast<const uint4*>(from + 8 * part);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                float a, b;
-                asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-                    : "=f"(a), "=f"(b)
-                    : "r"(word(eight, k)));
-                sum += a + b;
+                const float2 pair = f16x2_to_floats(word(eight, k));
+                sum += pair.x + pair.y;
             }
         }
-        u16 first, rest;
-        asm("{ .reg .f32 f; cvt.rn.f16.f32 %0, %2; cvt.f32.f16 f, %0; sub.f32 f, %2, f; cvt.rn.f16.f32 %1, f; }"
-            : "=h"(first), "=h"(rest)
-            : "f"(sum));
         u16* into = reinterpret_cast<u16*>(sums + (t * (inner >> 8) + block) * 4 + 2 * h + u);
-        into[s] = first;
-        into[4 + s] = rest;
+        const float first = store_f16(into + s, sum);
+        store_f16(into + 4 + s, sum - first);
     }
 }
 

@@ -45,6 +45,24 @@ __device__ __forceinline__ float half_at(const u8* p) {
     return f;
 }
 
+__device__ __forceinline__ float2 f16x2_to_floats(u32 two) {
+    float2 f;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(two));
+    return f;
+}
+
+// Store a number as float16 and return what was stored.
+__device__ __forceinline__ float store_f16(u16* p, float v) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    *p = bits;
+    float stored;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(stored) : "h"(bits));
+    return stored;
+}
+
 __device__ __forceinline__ u32 sub_f16x2(u32 a, u32 b) {
     u32 r;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -1,0 +1,134 @@
+// Enough of CUDA to run a thread block of our kernels on a CPU: a thread per CUDA thread, barriers for warps and blocks.
+// Functions with inline PTX are left out of the kernels' sources and defined here.
+#pragma once
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct int4 { int x, y, z, w; };
+struct longlong2 { long long x, y; };
+struct float2 { float x, y; };
+struct Place { int x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
+using std::min;
+static thread_local Place threadIdx, blockIdx;
+
+struct Fragments { unsigned a[32][4], b[32][2]; };
+static std::unique_ptr<std::barrier<>> block_barrier;
+static std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
+static std::vector<Fragments> fragments;
+
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __syncwarp() { warp_barriers[threadIdx.x >> 5]->arrive_and_wait(); }
+template <typename T> T __ldcg(const T* p) { return *p; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+    const uint64_t bytes = (uint64_t)b << 32 | a;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (8 * (selectors >> (4 * i) & 7)) & 255) << (8 * i);
+    return r;
+}
+
+inline _Float16 f16_of(unsigned bits) {
+    const uint16_t half = (uint16_t)bits;
+    _Float16 f;
+    memcpy(&f, &half, 2);
+    return f;
+}
+inline unsigned bits_of(_Float16 f) {
+    uint16_t half;
+    memcpy(&half, &f, 2);
+    return half;
+}
+inline unsigned mul_f16x2(unsigned a, unsigned b) {
+    return bits_of(f16_of(a) * f16_of(b)) | bits_of(f16_of(a >> 16) * f16_of(b >> 16)) << 16;
+}
+inline unsigned sub_f16x2(unsigned a, unsigned b) {
+    return bits_of(f16_of(a) - f16_of(b)) | bits_of(f16_of(a >> 16) - f16_of(b >> 16)) << 16;
+}
+inline float half_at(const unsigned char* p) { return (float)f16_of(*reinterpret_cast<const uint16_t*>(p)); }
+inline float2 f16x2_to_floats(unsigned two) { return {(float)f16_of(two), (float)f16_of(two >> 16)}; }
+inline float store_f16(unsigned short* p, float v) {
+    *p = (unsigned short)bits_of((_Float16)v);
+    return (float)f16_of(*p);
+}
+inline void store_as(unsigned short* p, float v) { store_f16(p, v); }
+
+// mma.m16n8k16: row.col, float16 inputs. Each lane computes its own four results.
+template <bool BF16>
+void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    static_assert(!BF16);
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    Fragments& all = fragments[threadIdx.x >> 5];
+    const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    std::copy(a, a + 4, all.a[lane]);
+    std::copy(b, b + 2, all.b[lane]);
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int upper = i >> 1, column = 2 * q + (i & 1);  // row g or g + 8
+        double sum = c[i];
+        for (int k = 0; k < 16; k++) {
+            const int owner = (k & 7) >> 1, half = 16 * (k & 1), second = k >> 3;
+            sum += (double)f16_of(all.a[g * 4 + owner][upper + 2 * second] >> half) *
+                   (double)f16_of(all.b[column * 4 + owner][second] >> half);
+        }
+        c[i] = (float)sum;
+    }
+    __syncwarp();
+}
+
+// Only other kernels use these, so they are declared and never called.
+float __shfl_xor_sync(unsigned, float, int);
+float __shfl_sync(unsigned, float, int);
+unsigned __reduce_max_sync(unsigned, unsigned);
+unsigned __reduce_min_sync(unsigned, unsigned);
+unsigned __float_as_uint(float);
+float __uint_as_float(unsigned);
+unsigned e4m3x2_to_f16x2(unsigned);
+uint4 load_once16(const void*);
+uint2 load_once8(const void*);
+
+inline void copy_async16(unsigned char* into, const unsigned char* from) { memcpy(into, from, 16); }
+inline void commit_copies() {}
+template <int PENDING> void wait_for_copies() { __syncwarp(); }
+inline void grid_dependency_wait() {}
+inline void launch_dependents() {}
+
+// Run `kernel` for every block of a grid, one block at a time.
+template <typename KERNEL>
+void run_grid(int columns, int rows, int threads, const KERNEL& kernel) {
+    block_barrier = std::make_unique<std::barrier<>>(threads);
+    warp_barriers.clear();
+    for (int i = 0; i < threads / 32; i++) warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
+    fragments.resize(threads / 32);
+    for (int y = 0; y < rows; y++)
+        for (int x = 0; x < columns; x++) {
+            std::vector<std::thread> team;
+            for (int t = 0; t < threads; t++)
+                team.emplace_back([&, t] {
+                    threadIdx = {t, 0};
+                    blockIdx = {x, y};
+                    kernel();
+                });
+            for (std::thread& each : team) each.join();
+        }
+}

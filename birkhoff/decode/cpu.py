@@ -2,7 +2,9 @@
 
 `Attention`, `MoE`, `Mixer`, `HeadMixer` and `MTP` are the reference implementations. `install_cpu_decode` attaches a
 compiled replacement to each of them (attribute `compiled`) when the model computes in float32 with plain numerics and
-CPU kernels. A replacement holds views of its module's weights, packed or as numbers, and works on the rings and pages
+CPU kernels: those of `native.py`, or the ones below, compiled by Numba, on a machine without a C++ compiler.
+
+A replacement holds views of its module's weights, packed or as numbers, and works on the rings and pages
 of the state in place. Matrix products are `_product`s, everything between them is `kernels/cpu_decode`. The cost of
 a row does not depend on the other rows of a step, so draft tokens of one request are rows like any
 other, and weights are read once per step.
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from birkhoff.decode.native import MAX_EXPERT_ROWS, MAX_ROWS, install_native, is_decode_step
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import cpu_decode
@@ -34,8 +37,6 @@ from birkhoff.model.transformer import Transformer
 
 Array = np.ndarray[Any, Any]
 
-MAX_ROWS = 16  # of the attention and mixer replacements
-MAX_EXPERT_ROWS = 64  # up to here, reading each expert once for all its rows halves the time
 _NO_PAGES = np.zeros((1, 1, 1), np.float32)
 _NO_TABLE = np.zeros((1, 1), np.int64)
 _ALL_ENTRIES = np.zeros((0, 0), np.bool_)
@@ -43,35 +44,29 @@ _NO_HASH_IDS = np.zeros((0, 0), np.int64)
 _NO_RULES = (np.zeros(0, np.int32), np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
-def install_cpu_decode(model: Transformer) -> Transformer:
-    """Fuse the linear layers of a filled model and attach the compiled sublayers where they apply; returns `model`."""
+def install_cpu_decode(model: Transformer, loops: bool = False) -> Transformer:
+    """Fuse the linear layers of a filled model and attach the compiled sublayers where they apply; returns `model`.
+
+    They are native (`decode/native.py`), or loops where the native kernels cannot be built; `loops` asks for these."""
     model.fuse()
     numerics = model.numerics
-    plain = numerics.dtype is torch.float32 and not numerics.released
-    if numerics.kernels.name == "cpu" and plain:
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.compiled = CpuAttention(module)
-            elif isinstance(module, MoE):
-                module.compiled = CpuMoE(module)
-            elif isinstance(module, Mixer):
-                module.compiled = CpuMixer(module)
-            elif isinstance(module, HeadMixer):
-                module.compiled = CpuHeadMixer(module)
-            elif isinstance(module, MTP):
-                module.compiled = CpuMTPInput(module)
+    if numerics.kernels.name != "cpu" or numerics.dtype is not torch.float32 or numerics.released:
+        return model
+    if native.available() and not loops:
+        install_native(model)
+        return model
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.compiled = CpuAttention(module)
+        elif isinstance(module, MoE):
+            module.compiled = CpuMoE(module)
+        elif isinstance(module, Mixer):
+            module.compiled = CpuMixer(module)
+        elif isinstance(module, HeadMixer):
+            module.compiled = CpuHeadMixer(module)
+        elif isinstance(module, MTP):
+            module.compiled = CpuMTPInput(module)
     return model
-
-
-def is_decode_step(batch: Batch, state: object) -> bool:
-    """Whether a step is one token per sequence, at most `MAX_ROWS` of them, on a state that is kept."""
-    return (
-        len(batch.groups) == 1
-        and batch.groups[0].length == 1
-        and batch.num_tokens <= MAX_ROWS
-        and not isinstance(state, Fresh)
-        and not torch.is_grad_enabled()
-    )
 
 
 def _array(tensor: torch.Tensor) -> Array:

@@ -6,8 +6,8 @@ row attends to, and the rings keep enough of the past that a rejected draft toke
 A CUDA graph step is only launched here; reading its logits waits for it. While it runs, the rows captured by the
 previous step are delivered. A request that ends for any reason receives all of its rows first.
 
-On a CPU a decode step with enough rows and cores is split into two threads: the compiled kernels process one row after
-the other and release the interpreter lock.
+On a CPU without native kernels a decode step with enough rows and cores is split into two threads: the compiled loops
+process one row after the other and release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ class Runner:
 
     def _can_split(self, chunks: Sequence[ScheduledChunk]) -> bool:
         decoding = len(chunks) >= SPLIT_ROWS and all(chunk.stop - chunk.start == 1 for chunk in chunks)
-        return decoding and self.model.numerics.kernels.name == "cpu" and torch.get_num_threads() > 1
+        # Native layers use several threads themselves.
+        loops = self.model.numerics.kernels.name == "cpu" and self.model.compiled is None
+        return decoding and loops and torch.get_num_threads() > 1
 
     @torch.inference_mode()
     def _forward_second_half(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:

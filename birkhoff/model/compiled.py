@@ -7,6 +7,7 @@ computes the same function; it accepts only inputs for which no gradient is reco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Batch
+from birkhoff.model.rope import StepPhases
 from birkhoff.model.state import Fresh, LayerState
 
 
@@ -63,3 +65,21 @@ class CompiledMTPInput(Protocol):
     def accepts(self, streams: torch.Tensor) -> bool: ...
 
     def __call__(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor: ...
+
+
+class CompiledLayers(Protocol):
+    """Replaces whole layers in which nothing is captured or edited."""
+
+    def accepts(self, batch: Batch, state: object) -> bool: ...
+
+    def __call__(
+        self,
+        streams: torch.Tensor,
+        first: int,
+        stop: int,
+        batch: Batch,
+        phases: StepPhases,
+        states: Sequence[LayerState],
+    ) -> torch.Tensor:
+        """Streams [n, m, d] before layer `first` -> after layer `stop - 1`; `states` are those of all layers."""
+        ...

@@ -11,7 +11,7 @@ from birkhoff.config import V4Config
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.compiled import CompiledMTPInput
+from birkhoff.model.compiled import CompiledLayers, CompiledMTPInput
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.rope import Rope
@@ -31,6 +31,7 @@ class MTP(nn.Module):
         self.block = Block(config, 0, False, rope, numerics, packed)
         self.hc_head = HeadMixer(config)
         self.compiled: CompiledMTPInput | None = None
+        self.compiled_block: CompiledLayers | None = None
 
     def forward(
         self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh
@@ -38,7 +39,12 @@ class MTP(nn.Module):
         """Trunk streams [n, m, d] at positions t and embeddings [n, d] of the tokens at t + 1, whose ids are
         `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, and streams to draft on from."""
         streams = self._join_input(streams, embedded)
-        streams = self.block(streams, batch, self.rope.step(batch.positions), state, NoTap())
+        phases = self.rope.step(batch.positions)
+        compiled = self.compiled_block
+        if compiled is not None and isinstance(state, LayerState) and compiled.accepts(batch, state):
+            streams = compiled(streams, 0, 1, batch, phases, [state])
+        else:
+            streams = self.block(streams, batch, phases, state, NoTap())
         merged, _ = self.hc_head(streams)
         return self.norm(merged), streams
 

@@ -22,6 +22,7 @@ from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.kernels.packed import PackedType
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.block import Block
+from birkhoff.model.compiled import CompiledLayers
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.moe import Experts
@@ -58,6 +59,7 @@ class Transformer(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics, packed)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
+        self.compiled: CompiledLayers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -207,14 +209,30 @@ class Transformer(nn.Module):
         """One step -> hidden rows [n, d] for `logits`, and the streams [n, m, d] that the MTP block reads."""
         phases = self.rope.step(batch.positions)
         streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        for layer, block in enumerate(self.layers):
+        layer = 0
+        while layer < len(self.layers):
+            stop = self._idle_until(layer, batch, state, tap)
+            if stop > layer:
+                assert self.compiled is not None and isinstance(state, State)
+                streams = self.compiled(streams, layer, stop, batch, phases, state.layers)
+                layer = stop
+                continue
+            block = self.layers[layer]
             inputs = (streams, batch, phases, state.at(layer), tap.at(layer))
             streams = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
+            layer += 1
         tap = tap.at(len(self.layers) - 1)
         seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.hc_head.weights)
         merged, weights = self.hc_head(seen)
         merged = self.hc_head.reread(seen, merged, weights, tap(sites.MHC_HEAD_MIX, weights))
         return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams
+
+    def _idle_until(self, layer: int, batch: Batch, state: State | Fresh, tap: Tap) -> int:
+        """The end of the layers from `layer` on that compiled code can run as a whole: nothing happens in them."""
+        if self.compiled is not None and self.compiled.accepts(batch, state):
+            while layer < len(self.layers) and type(tap.at(layer)) is NoTap:
+                layer += 1
+        return layer
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [n, d] -> [n, vocab] float32."""

@@ -1,4 +1,4 @@
-"""RMSNorm as one compiled pass over the rows."""
+"""RMSNorm as one compiled pass over the rows: in C++ if there is a compiler, else with Numba."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from birkhoff.kernels.jit import compiled
+from birkhoff.kernels.packed import native
 
 NO_WEIGHT = np.ones(0, np.float32)
 
@@ -30,9 +31,11 @@ def rms_norm_rows(x, weight, eps, out):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     fp32 = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
-    out = np.empty(fp32.shape, np.float32)
-    rms_norm_rows(
-        fp32.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out
-    )
-    result = torch.from_numpy(out)
+    fp32 = fp32.contiguous()
+    if native.available():
+        result = native.rms_norm(fp32, weight, eps)
+    else:
+        result = torch.empty_like(fp32)
+        weights = NO_WEIGHT if weight is None else weight.numpy()
+        rms_norm_rows(fp32.numpy(), weights, np.float32(eps), result.numpy())
     return result if fp32 is x else result.view(x.shape).to(x.dtype)

@@ -4,6 +4,7 @@
 `PackedMatrix`    codes and scales of one matrix (`matrix.py`)
 `dequantise`      every format in plain PyTorch; equal to the `gguf` package bit for bit (`reference.py`)
 `native`          products, rows and experts on a CPU in C++ with AVX-512 where the processor has it (`native.cpp`)
+`layer`           whole layers of a decode step, and their parts, in C++ (`layer.h`)
 
 `native.Product([matrix, ...])(x [n, in]) -> [n, sum of rows]` and `native.ExpertProducts`: float32 inputs, sums and
 results, for any n. Tolerance against the plain twin: 1e-5 relative to the largest result. Values that

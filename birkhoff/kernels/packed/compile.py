@@ -23,7 +23,7 @@ from birkhoff.kernels.cache_folder import cache_folder
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "native.cpp"
-ABI = 3
+ABI = 4
 # As -ffast-math, but infinities and NaN keep their meaning and the processor's rounding mode is left alone.
 FLAGS = (
     "-O3",

@@ -17,6 +17,13 @@
 #endif
 #endif
 
+// One copy of a function for all callers, so that all of them get the same bits.
+#if defined(__GNUC__) && !defined(__clang__)
+#define ONE_COPY __attribute__((noinline, noclone))
+#else
+#define ONE_COPY __attribute__((noinline))
+#endif
+
 enum Type { F32, F16, BF16, FP8, FP4, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, IQ2_XS, IQ3_XXS, IQ4_XS };
 
 // One matrix, as Python passes it. scale_rows: rows that share a scale (128 for FP8, 1 for FP4).
@@ -369,6 +376,15 @@ inline Vec load(const float *at) {
     Vec value;
     memcpy(&value, at, sizeof value);
     return value;
+}
+
+// a * b + c, rounded once where the processor can. The compiler keeps the order of these sums, whatever a loop's length.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if WIDE
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
 }
 
 inline float total(Vec v) {

@@ -229,10 +229,4 @@ Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, 
     return in;
 }
 
-inline float swiglu(float a, float b, float limit) {
-    a = std::min(a, limit);
-    b = std::max(std::min(b, limit), -limit);
-    return a / (1.f + std::exp(-a)) * b;
-}
-
 }  // namespace

@@ -47,9 +47,9 @@ inline Vec exponential(Vec x) {
 // swiglu(a, b) * weight with the model's clamps.
 inline Vec gated(Vec a, Vec b, float limit, float weight) {
     const Vec high = splat(limit), low = splat(-limit);
-    a = a < high ? a : high;
-    b = b < high ? b : high;
-    b = b > low ? b : low;
+    a = a > high ? high : a;  // NaN stays
+    b = b > high ? high : b;
+    b = b < low ? low : b;
     return a / (1.f + exponential(-a)) * b * weight;
 }
 

@@ -7,29 +7,12 @@
 #include <vector>
 
 #include "attention.h"
-#include "decode.h"
-#include "few_rows.h"
-#include "many_rows.h"
-#include "threads.h"
-
-namespace {
-
-// Buffers of the calling thread, kept between calls.
-struct Scratch {
-    std::vector<float> padded, deinterleaved, gate, hidden, partial;
-};
-thread_local Scratch scratch;
-
-PanelBuffer &panel_buffer() {
-    thread_local std::unique_ptr<PanelBuffer> buffer(new PanelBuffer);
-    return *buffer;
-}
-
-}  // namespace
+#include "layer.h"
+#include "products.h"
 
 extern "C" {
 
-int birkhoff_abi() { return 3; }
+int birkhoff_abi() { return 4; }
 
 void birkhoff_tables(const uint8_t *iq2_xxs, const uint8_t *iq2_xs, const uint8_t *iq3_xxs) {
     memcpy(grid_iq2_xxs, iq2_xxs, sizeof grid_iq2_xxs);
@@ -51,43 +34,24 @@ void birkhoff_tables(const uint8_t *iq2_xxs, const uint8_t *iq2_xs, const uint8_
     }
 }
 
-// out[r, :] = x[r] . every matrix, side by side. All matrices have the same columns.
-void birkhoff_products(const Matrix *matrices, int count, const float *x, int64_t stride, int n, float *out,
+void birkhoff_products(const Matrix *matrices, int count, const float *x, int64_t stride, int64_t n, float *out,
                        int64_t out_stride, int threads) {
-    bool fp4 = false;
-    int64_t rows = 0;
-    for (int i = 0; i < count; i++) {
-        fp4 |= matrices[i].type == FP4;
-        rows += matrices[i].rows;
-    }
-    const int64_t columns = matrices[0].columns;
-    const Input in = prepare(x, stride, n, columns, fp4, scratch.padded, scratch.deinterleaved);
-    const int parts = parts_for(rows * columns, threads);
-    pool().run(parts, threads, [&](int part) {
-        // Rows [begin, end) of all matrices stacked, split at multiples of four.
-        const int64_t begin = rows * part / parts / 4 * 4, end = part + 1 == parts ? rows : rows * (part + 1) / parts / 4 * 4;
-        int64_t start = 0;
-        for (int i = 0; i < count; i++) {
-            const Matrix &m = matrices[i];
-            const int64_t first = std::max<int64_t>(begin - start, 0), stop = std::min(end - start, m.rows);
-            if (first < stop) product(m, first, stop, in, out + start, out_stride);
-            start += m.rows;
-        }
-    });
+    products(matrices, count, x, stride, n, out, out_stride, threads);
 }
 
-// As birkhoff_products with one matrix whose rows form groups; group g reads columns [g * columns, ...) of x.
-void birkhoff_grouped(const Matrix *matrix, int64_t group, const float *x, int64_t stride, int n, float *out,
+void birkhoff_grouped(const Matrix *matrix, int64_t group, const float *x, int64_t stride, int64_t n, float *out,
                       int64_t out_stride, int threads) {
-    for (int64_t g = 0; g * group < matrix->rows; g++) {
-        const Input in = prepare(x + g * matrix->columns, stride, n, matrix->columns, matrix->type == FP4,
-                                 scratch.padded, scratch.deinterleaved);
-        const int parts = parts_for(group * matrix->columns, threads);
-        pool().run(parts, threads, [&](int part) {
-            const int64_t first = group * part / parts / 4 * 4, stop = part + 1 == parts ? group : group * (part + 1) / parts / 4 * 4;
-            if (first < stop) product(*matrix, g * group + first, g * group + stop, in, out, out_stride);
-        });
-    }
+    grouped(*matrix, group, x, stride, n, out, out_stride, threads);
+}
+
+void birkhoff_experts(const Matrix *matrices, int experts, const float *x, int n, const int64_t *ids, const float *weights,
+                      int k, float limit, float *out, int threads) {
+    few_experts(matrices, nullptr, experts, x, n, ids, weights, k, limit, out, threads);
+}
+
+void birkhoff_many_experts(const Matrix *matrices, int experts, const float *x, int64_t n, const int64_t *ids,
+                           const float *weights, int k, float limit, float *out, int threads) {
+    many_experts(matrices, experts, x, n, ids, weights, k, limit, out, threads);
 }
 
 // Rows [first, stop) of a matrix as float32 [stop - first, columns].
@@ -107,173 +71,6 @@ void birkhoff_dequantise(const Matrix *matrix, int64_t first, int64_t stop, floa
 // The given rows of a matrix as float32 [n, columns].
 void birkhoff_rows(const Matrix *matrix, const int64_t *rows, int n, float *out) {
     for (int r = 0; r < n; r++) birkhoff_dequantise(matrix, rows[r], rows[r] + 1, out + r * matrix->columns, 1);
-}
-
-// Routed experts: out[r] += sum over the experts of row r, in ascending order of expert.
-// matrices: gate, up and down of every expert; ids and weights [n, k]; x [n, columns], out [n, columns].
-void birkhoff_experts(const Matrix *matrices, int experts, const float *x, int n, const int64_t *ids, const float *weights,
-                      int k, float limit, float *out, int threads) {
-    const int64_t width = matrices[0].columns, inner = matrices[0].rows;
-    const bool fp4_in = matrices[0].type == FP4 || matrices[1].type == FP4, fp4_down = matrices[2].type == FP4;
-    struct Pair { int64_t expert; int row; float weight; };
-    std::vector<Pair> pairs;
-    pairs.reserve(n * k);
-    for (int r = 0; r < n; r++)
-        for (int c = 0; c < k; c++) pairs.push_back({ids[r * k + c], r, weights[r * k + c]});
-    std::stable_sort(pairs.begin(), pairs.end(), [](const Pair &a, const Pair &b) { return a.expert < b.expert; });
-    const int total_pairs = int(pairs.size());
-    // One task per expert in use; threads divide the rows of every task among themselves.
-    struct Task { int first, count; };
-    std::vector<Task> tasks;
-    for (int i = 0; i < total_pairs;) {
-        int stop = i + 1;
-        while (stop < total_pairs && pairs[stop].expert == pairs[i].expert) stop++;
-        if (pairs[i].expert >= 0 && pairs[i].expert < experts) tasks.push_back({i, stop - i});
-        i = stop;
-    }
-    std::vector<float> &gate = scratch.gate, &hidden = scratch.hidden, &partial = scratch.partial;
-    gate.resize(total_pairs * 2 * inner);
-    hidden.resize(total_pairs * whole(inner));
-    partial.resize(total_pairs * width);
-    std::vector<float> gathered(n > 1 ? total_pairs * width : 0);
-    if (n > 1)
-        for (int i = 0; i < total_pairs; i++) memcpy(&gathered[i * width], x + pairs[i].row * width, 4 * width);
-    std::vector<Input> inputs(tasks.size()), middles(tasks.size());
-    std::vector<std::vector<float>> padded(2 * tasks.size()), split(2 * tasks.size());
-    const bool shared_input = n == 1;
-    for (size_t t = 0; t < tasks.size(); t++) {
-        if (shared_input && t) {
-            inputs[t] = inputs[0];
-            inputs[t].n = tasks[t].count;
-        } else {
-            const float *from = n > 1 ? &gathered[tasks[t].first * width] : x;
-            inputs[t] = prepare(from, n > 1 ? width : 0, tasks[t].count, width, fp4_in, padded[2 * t], split[2 * t]);
-        }
-    }
-    const int parts = parts_for(int64_t(tasks.size()) * 2 * inner * width, threads);
-    pool().run(parts, threads, [&](int part) {
-        const int64_t first = inner * part / parts / 4 * 4, stop = part + 1 == parts ? inner : inner * (part + 1) / parts / 4 * 4;
-        for (size_t t = 0; t < tasks.size(); t++) {
-            const Matrix *expert = matrices + 3 * pairs[tasks[t].first].expert;
-            float *into = &gate[tasks[t].first * 2 * inner];
-            product(expert[0], first, stop, inputs[t], into, 2 * inner);
-            product(expert[1], first, stop, inputs[t], into + inner, 2 * inner);
-            for (int i = tasks[t].first; i < tasks[t].first + tasks[t].count; i++)
-                for (int64_t j = first; j < stop; j++)
-                    hidden[i * inner + j] =
-                        swiglu(gate[i * 2 * inner + j], gate[i * 2 * inner + inner + j], limit) * pairs[i].weight;
-        }
-    });
-    for (size_t t = 0; t < tasks.size(); t++)
-        middles[t] = prepare(&hidden[tasks[t].first * inner], inner, tasks[t].count, inner, fp4_down, padded[2 * t + 1], split[2 * t + 1]);
-    pool().run(parts, threads, [&](int part) {
-        const int64_t first = width * part / parts / 4 * 4, stop = part + 1 == parts ? width : width * (part + 1) / parts / 4 * 4;
-        for (size_t t = 0; t < tasks.size(); t++) {
-            const Matrix &down = matrices[3 * pairs[tasks[t].first].expert + 2];
-            product(down, first, stop, middles[t], &partial[tasks[t].first * width], width);
-            for (int i = tasks[t].first; i < tasks[t].first + tasks[t].count; i++) {
-                float *target = out + pairs[i].row * width;
-                for (int64_t j = first; j < stop; j++) target[j] += partial[i * width + j];
-            }
-        }
-    });
-}
-
-// As birkhoff_products for many rows of x.
-void birkhoff_many_products(const Matrix *matrices, int count, const float *x, int64_t stride, int64_t n, float *out,
-                            int64_t out_stride, int threads) {
-    const int64_t columns = matrices[0].columns;
-    pack_rows([&](int64_t r) { return x + r * stride; }, n, columns, scratch.padded);
-    struct Part { const Matrix *matrix; int64_t first, column; };
-    std::vector<Part> parts;
-    int64_t column = 0;
-    for (int i = 0; i < count; i++) {
-        for (int64_t row = 0; row < matrices[i].rows; row += PANEL) parts.push_back({matrices + i, row, column + row});
-        column += matrices[i].rows;
-    }
-    const float *packed = scratch.padded.data();
-    pool().run(int(parts.size()), threads, [&](int index) {
-        const Part &part = parts[index];
-        const int rows = int(std::min<int64_t>(PANEL, part.matrix->rows - part.first));
-        product_panel(*part.matrix, part.first, rows, packed, n, out + part.column, out_stride, panel_buffer());
-    });
-}
-
-// As birkhoff_grouped for many rows of x.
-void birkhoff_many_grouped(const Matrix *matrix, int64_t group, const float *x, int64_t stride, int64_t n, float *out,
-                           int64_t out_stride, int threads) {
-    for (int64_t g = 0; g * group < matrix->rows; g++) {
-        const float *columns = x + g * matrix->columns;
-        pack_rows([&](int64_t r) { return columns + r * stride; }, n, matrix->columns, scratch.padded);
-        const float *packed = scratch.padded.data();
-        const int64_t panels = (group + PANEL - 1) / PANEL;
-        pool().run(int(panels), threads, [&](int panel) {
-            const int64_t first = g * group + int64_t(panel) * PANEL;
-            const int rows = int(std::min<int64_t>(PANEL, (g + 1) * group - first));
-            product_panel(*matrix, first, rows, packed, n, out + first, out_stride, panel_buffer());
-        });
-    }
-}
-
-// As birkhoff_experts for many rows of x; `out` is written, not added to.
-void birkhoff_many_experts(const Matrix *matrices, int experts, const float *x, int64_t n, const int64_t *ids,
-                           const float *weights, int k, float limit, float *out, int threads) {
-    const int64_t width = matrices[0].columns, inner = matrices[0].rows, total_pairs = n * k;
-    // Pairs of a row and an expert, by expert; position[r * k + i] is where a pair of row r went.
-    std::vector<int64_t> first(experts + 1), order(total_pairs), position(total_pairs);
-    for (int64_t i = 0; i < total_pairs; i++) first[ids[i] + 1]++;
-    for (int e = 0; e < experts; e++) first[e + 1] += first[e];
-    {
-        std::vector<int64_t> next(first.begin(), first.end() - 1);
-        for (int64_t i = 0; i < total_pairs; i++) {
-            position[i] = next[ids[i]]++;
-            order[position[i]] = i;
-        }
-    }
-    std::vector<int> used;
-    for (int e = 0; e < experts; e++)
-        if (first[e + 1] > first[e]) used.push_back(e);
-    std::unique_ptr<float[]> partial(new float[total_pairs * width]);
-    pool().run(int(used.size()), threads, [&](int task) {
-        thread_local std::vector<float> packed, gate, hidden;
-        PanelBuffer &buffer = panel_buffer();
-        const int expert = used[task];
-        const int64_t from = first[expert], rows = first[expert + 1] - from;
-        const Matrix *matrix = matrices + 3 * int64_t(expert);
-        pack_rows([&](int64_t r) { return x + order[from + r] / k * width; }, rows, width, packed);
-        gate.resize(size_t(rows * 2 * PANEL));
-        hidden.resize(size_t(rows * inner));
-        for (int64_t panel = 0; panel < inner; panel += PANEL) {
-            const int outputs = int(std::min<int64_t>(PANEL, inner - panel));
-            product_panel(matrix[0], panel, outputs, packed.data(), rows, gate.data(), 2 * PANEL, buffer);
-            product_panel(matrix[1], panel, outputs, packed.data(), rows, gate.data() + PANEL, 2 * PANEL, buffer);
-            for (int64_t r = 0; r < rows; r++) {
-                const float weight = weights[order[from + r]], *both = gate.data() + r * 2 * PANEL;
-                alignas(64) float result[PANEL];
-                for (int j = 0; j < PANEL; j += LANES)
-                    store(result + j, gated(load(both + j), load(both + PANEL + j), limit, weight));
-                memcpy(hidden.data() + r * inner + panel, result, 4 * size_t(outputs));
-            }
-        }
-        pack_rows([&](int64_t r) { return hidden.data() + r * inner; }, rows, inner, packed);
-        for (int64_t panel = 0; panel < width; panel += PANEL)
-            product_panel(matrix[2], panel, int(std::min<int64_t>(PANEL, width - panel)), packed.data(), rows,
-                          partial.get() + from * width + panel, width, buffer);
-    });
-    const int64_t rows_per_part = std::max<int64_t>(1, (1 << 16) / width);
-    pool().run(int((n + rows_per_part - 1) / rows_per_part), threads, [&](int part) {
-        const int64_t stop = std::min(n, (part + 1) * rows_per_part);
-        for (int64_t r = part * rows_per_part; r < stop; r++) {
-            int64_t *at = position.data() + r * k;
-            std::sort(at, at + k);  // in ascending order of expert
-            float *target = out + r * width;
-            memcpy(target, partial.get() + at[0] * width, 4 * size_t(width));
-            for (int i = 1; i < k; i++) {
-                const float *more = partial.get() + at[i] * width;
-                for (int64_t j = 0; j < width; j++) target[j] += more[j];
-            }
-        }
-    });
 }
 
 // Attention of one sequence; see attention.h.
@@ -319,7 +116,7 @@ void birkhoff_expert_job(void *data) {
         else if (job.x_type == F16) decode<F16>(from, nullptr, 0, int(width), into);
         else decode<BF16>(from, nullptr, 0, int(width), into);
     }
-    birkhoff_experts(job.matrices, int(job.experts), x.data(), int(job.n), ids.data(), job.weights, int(job.k),
+    few_experts(job.matrices, nullptr, int(job.experts), x.data(), int(job.n), ids.data(), job.weights, int(job.k),
                      float(job.limit), job.out, int(job.threads));
 }
 
@@ -352,6 +149,51 @@ uint64_t birkhoff_read(const uint64_t *words, int64_t count, int threads) {
     uint64_t sum = 0;
     for (int part = 0; part < threads; part++) sum += sums[part * 8];
     return sum;
+}
+
+// RMSNorm of rows [n, width]; `weight` may be null.
+void birkhoff_norm(const float *x, const float *weight, int64_t n, int64_t width, double eps, float *out) {
+    norm_rows(x, weight, n, width, eps, out);
+}
+
+void birkhoff_read_streams(const Mixer *mixer, const float *streams, int64_t n, int64_t m, int64_t width, int threads,
+                           float *u, float *pre, float *post, float *mix) {
+    read_streams(*mixer, streams, n, m, width, threads, u, pre, post, mix);
+}
+
+void birkhoff_write_streams(const float *streams, const float *y, const float *post, const float *mix, int64_t n, int64_t m,
+                            int64_t width, float *out) {
+    write_streams(streams, y, post, mix, n, m, width, out);
+}
+
+void birkhoff_merge_streams(const Mixer *mixer, const float *streams, int64_t n, int64_t m, int64_t width, int threads,
+                            float *merged, float *weights) {
+    merge_streams(*mixer, streams, n, m, width, threads, merged, weights);
+}
+
+void birkhoff_attend_rows(const Layer *layer, const Cache *cache, const Step *step, const float *x, float *attended) {
+    attend_rows(*layer, *cache, *step, x, attended);
+}
+
+void birkhoff_project_out(const Layer *layer, const float *attended, int64_t n, int threads, float *y) {
+    project_out(*layer, attended, n, threads, y);
+}
+
+void birkhoff_route(const Layer *layer, const Step *step, const float *x, float *logits, int64_t *ids, float *weights,
+                    float *shared) {
+    route(*layer, *step, x, logits, ids, weights, shared);
+}
+
+void birkhoff_run_experts(const Layer *layer, const Step *step, const float *x, const int64_t *ids, const float *weights,
+                          const float *shared, float *y) {
+    run_experts(*layer, *step, x, ids, weights, shared, y);
+}
+
+// Layers [first, stop): streams [n, m, hidden] -> out.
+void birkhoff_layers(const Layer *layers, const Cache *caches, const Step *step, int64_t first, int64_t stop,
+                     const float *streams, float *out) {
+    thread_local LayerBuffers buffers;
+    for (int64_t i = first; i < stop; i++, streams = out) run_layer(layers[i], caches[i], *step, streams, out, buffers);
 }
 
 }  // extern "C"

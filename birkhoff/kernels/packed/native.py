@@ -1,7 +1,8 @@
 """Native CPU kernels for packed matrices and attention, called through ctypes.
 
-Up to `MAX_LOOP_ROWS` rows of x go to the kernels of `few_rows.h`, which decode codes in registers, more to those of
-`many_rows.h`, which decode a panel of the weight into the cache. `attention.h` is the attention of prefill.
+Few rows of x go to the kernels of `few_rows.h`, which decode codes in registers, more to those of `many_rows.h`, which
+decode a panel of the weight into the cache (`products.h`). `attention.h` is the attention of prefill, `layer.h` a layer
+of a decode step (`layer.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from birkhoff.kernels.packed.grids import grid
 from birkhoff.kernels.packed.matrix import PackedMatrix
 from birkhoff.kernels.packed.types import FLOAT_TYPES, PackedType
 
-MAX_LOOP_ROWS = 24  # rows up to which decoding codes in registers is faster
 
-
-class _Matrix(ctypes.Structure):
+class MatrixFields(ctypes.Structure):
     """struct Matrix of native.cpp."""
 
     _fields_ = (
@@ -56,13 +55,32 @@ class _JobFields(ctypes.Structure):
 
 
 @cache
-def _native() -> ctypes.CDLL:
+def native_library() -> ctypes.CDLL:
+    """The library with its tables filled and its functions declared."""
     native = library()
     assert native is not None, "there are no native kernels here"
     tables = [grid(name).contiguous() for name in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")]
     native.birkhoff_tables(*(c_void_p(table.data_ptr()) for table in tables))
-    native.birkhoff_products.argtypes = [c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int]
-    native.birkhoff_grouped.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int]
+    native.birkhoff_products.argtypes = [
+        c_void_p,
+        c_int,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int,
+    ]
+    native.birkhoff_grouped.argtypes = [
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int,
+    ]
     native.birkhoff_dequantise.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
     native.birkhoff_rows.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
     native.birkhoff_experts.argtypes = [
@@ -75,26 +93,6 @@ def _native() -> ctypes.CDLL:
         c_int,
         c_float,
         c_void_p,
-        c_int,
-    ]
-    native.birkhoff_many_products.argtypes = [
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_int,
-    ]
-    native.birkhoff_many_grouped.argtypes = [
-        c_void_p,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_int64,
         c_int,
     ]
     native.birkhoff_many_experts.argtypes = [
@@ -114,17 +112,17 @@ def _native() -> ctypes.CDLL:
     native.birkhoff_first_bad_row.restype = c_int64
     native.birkhoff_read.argtypes = [c_void_p, c_int64, c_int]
     native.birkhoff_expert_job.argtypes = [c_void_p]
+    native.birkhoff_norm.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_double, c_void_p]
     for name in (
         "products",
         "grouped",
         "dequantise",
         "rows",
         "experts",
-        "many_products",
-        "many_grouped",
         "many_experts",
         "attend",
         "expert_job",
+        "norm",
     ):
         getattr(native, f"birkhoff_{name}").restype = None
     return native
@@ -135,7 +133,8 @@ def available() -> bool:
     return library() is not None
 
 
-def _fill(target: _Matrix, matrix: PackedMatrix) -> None:
+def fill_matrix(target: MatrixFields, matrix: PackedMatrix) -> None:
+    """Describe a matrix to the native kernels. The caller keeps its memory."""
     codes, scales = matrix.codes, matrix.scales
     assert codes.device.type == "cpu" and codes.stride(1) == 1
     target.type, target.rows, target.columns = matrix.type.id, matrix.rows, matrix.columns
@@ -146,19 +145,19 @@ def _fill(target: _Matrix, matrix: PackedMatrix) -> None:
         target.scale_stride = scales.stride(0)
 
 
-class _Matrices:
+class Matrices:
     """Matrices as the native kernels take them; keeps their memory alive."""
 
     def __init__(self, matrices: Sequence[PackedMatrix]):
         self.matrices = list(matrices)
-        self.structs = (_Matrix * len(self.matrices))()
+        self.structs = (MatrixFields * len(self.matrices))()
         for target, matrix in zip(self.structs, self.matrices):
-            _fill(target, matrix)
+            fill_matrix(target, matrix)
         self.address = ctypes.addressof(self.structs)
-        self.native = _native()
+        self.native = native_library()
 
 
-class Product(_Matrices):
+class Product(Matrices):
     """`x [..., in] -> [..., sum of rows]` for matrices with a common input, their results side by side."""
 
     def __init__(self, matrices: Sequence[PackedMatrix]):
@@ -175,8 +174,7 @@ class Product(_Matrices):
         out = torch.empty(n, self.rows)
         if x.stride(1) != 1:
             x = x.contiguous()
-        product = self.native.birkhoff_products if n <= MAX_LOOP_ROWS else self.native.birkhoff_many_products
-        product(
+        self.native.birkhoff_products(
             self.address,
             self.count,
             x.data_ptr(),
@@ -196,8 +194,7 @@ class Product(_Matrices):
         flat = x.reshape(-1, groups * self.columns)
         n = flat.shape[0]
         out = torch.empty(n, self.rows)
-        product = self.native.birkhoff_grouped if n <= MAX_LOOP_ROWS else self.native.birkhoff_many_grouped
-        product(
+        self.native.birkhoff_grouped(
             self.address,
             group,
             flat.data_ptr(),
@@ -211,8 +208,20 @@ class Product(_Matrices):
 
     def dequantise(self, index: int, start: int, stop: int, out: torch.Tensor) -> None:
         """Rows [start, stop) of one matrix, float32, into the first rows of `out`."""
-        address = self.address + index * ctypes.sizeof(_Matrix)
+        address = self.address + index * ctypes.sizeof(MatrixFields)
         self.native.birkhoff_dequantise(address, start, stop, out.data_ptr(), torch.get_num_threads())
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [n, in] -> [n, out] for a weight [out, in] of numbers; both float32."""
+    x, weight = x.contiguous(), weight.detach().contiguous()
+    n, (rows, columns) = x.shape[0], weight.shape
+    out = torch.empty(n, rows)
+    matrix = MatrixFields(FLOAT_TYPES[weight.dtype].id, rows, columns, 4 * columns, weight.data_ptr())
+    native_library().birkhoff_products(
+        ctypes.addressof(matrix), 1, x.data_ptr(), columns, n, out.data_ptr(), rows, torch.get_num_threads()
+    )
+    return out
 
 
 def dequantise(matrix: PackedMatrix) -> torch.Tensor:
@@ -222,7 +231,7 @@ def dequantise(matrix: PackedMatrix) -> torch.Tensor:
     return out
 
 
-class RowLookup(_Matrices):
+class RowLookup(Matrices):
     """`ids [n] -> [n, columns]`: rows of one matrix, as an embedding."""
 
     def __init__(self, matrix: PackedMatrix):
@@ -235,7 +244,7 @@ class RowLookup(_Matrices):
         return out.view(*ids.shape, -1)
 
 
-class ExpertProducts(_Matrices):
+class ExpertProducts(Matrices):
     """Routed experts. `matrices`: gate, up and down of every expert."""
 
     def __init__(self, matrices: Sequence[PackedMatrix], limit: float):
@@ -297,7 +306,7 @@ def attend(
         entries, selected = entries.contiguous(), selected.contiguous()
         count = entries.shape[1]
     for sequence in range(batch):
-        _native().birkhoff_attend(
+        native_library().birkhoff_attend(
             queries[sequence].data_ptr(),
             recent[sequence].data_ptr(),
             entries[sequence].data_ptr() if entries is not None and count else None,
@@ -324,7 +333,7 @@ class HostedExperts:
 
     def __init__(self, count: int, hidden: int, inner: int, types: tuple[PackedType, PackedType]):
         self.count, self.hidden = count, hidden
-        self._structs = (_Matrix * (3 * count))()
+        self._structs = (MatrixFields * (3 * count))()
         for index, target in enumerate(self._structs):
             is_down = index % 3 == 2
             target.type = types[is_down].id
@@ -334,7 +343,7 @@ class HostedExperts:
     def set(self, expert: int, matrices: Sequence[PackedMatrix]) -> None:
         """Where gate, up and down of an expert are. The caller keeps the memory."""
         for part, matrix in enumerate(matrices):
-            _fill(self._structs[3 * expert + part], matrix)
+            fill_matrix(self._structs[3 * expert + part], matrix)
 
 
 class ExpertJob:
@@ -367,7 +376,7 @@ class ExpertJob:
             limit,
         )
         self.data = ctypes.addressof(self._struct)
-        self.function = _native().birkhoff_expert_job
+        self.function = native_library().birkhoff_expert_job
 
     def __call__(self) -> None:
         self.function(self.data)
@@ -376,12 +385,21 @@ class ExpertJob:
 def read_speed(words: torch.Tensor) -> float:
     """Bytes per second at which all threads read a tensor of 64-bit integers once."""
     began = time.perf_counter()
-    _native().birkhoff_read(words.data_ptr(), words.numel(), torch.get_num_threads())
+    native_library().birkhoff_read(words.data_ptr(), words.numel(), torch.get_num_threads())
     return words.nbytes / (time.perf_counter() - began)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMSNorm of contiguous float32 rows [n, width]."""
+    out = torch.empty_like(x)
+    native_library().birkhoff_norm(
+        x.data_ptr(), None if weight is None else weight.data_ptr(), *x.shape, eps, out.data_ptr()
+    )
+    return out
 
 
 def first_bad_row(matrix: PackedMatrix) -> int | None:
     """The first row with a value that is not finite; None if there is none."""
-    held = _Matrices([matrix])
+    held = Matrices([matrix])
     row = held.native.birkhoff_first_bad_row(held.address)
     return None if row < 0 else row

@@ -22,6 +22,9 @@ using Clock = std::chrono::steady_clock;
 // Threads. A job is a function of the part index. The caller computes parts too, and all of them if no other thread gets
 // to run, so that a busy machine costs no more than it must.
 //
+// A ticket holds the number of the job, its parts and the next part to take. Taking a part is one exchange of the ticket,
+// so a worker cannot take a part of a job that is over, and the caller waits only for parts that others have taken.
+//
 // Small jobs pay only while waiting threads spin and have a core of their own. A worker that loses its core in the middle
 // of a part makes the caller wait for milliseconds; the machine then counts as busy for a while, twice as long each time.
 class Pool {
@@ -34,29 +37,45 @@ class Pool {
             return;
         }
         std::lock_guard<std::mutex> one_job(jobs_);
-        {
+        if (int(workers_.size()) < threads - 1) {
             std::lock_guard<std::mutex> lock(mutex_);
             while (int(workers_.size()) < threads - 1) workers_.emplace_back([this] { work(); });
-            job_ = &job;
-            parts_ = parts;
-            next_.store(0);
-            open_ = true;
-            generation_.fetch_add(1);
         }
-        wake_.notify_all();
-        take_parts(job, parts);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            open_ = false;  // no worker may join any more
-        }
-        if (active_.load(std::memory_order_acquire) == 0) return;
-        const Clock::time_point began = Clock::now();
-        for (int spin = 0; active_.load(std::memory_order_acquire) > 0; spin++)
-            if (spin > 1000) std::this_thread::yield();
-        judge(began, Clock::now());
+        for (int first = 0; first < parts; first += MAX_PARTS) run_parts(first, std::min(parts - first, MAX_PARTS), job);
     }
 
   private:
+    static constexpr int MAX_PARTS = 0xffff;
+    static uint64_t job_of(uint64_t ticket) { return ticket >> 32; }
+    static int parts_of(uint64_t ticket) { return int(ticket >> 16) & 0xffff; }
+    static int next_of(uint64_t ticket) { return int(ticket) & 0xffff; }
+
+    void run_parts(int first, int parts, const std::function<void(int)> &job) {
+        job_ = &job;
+        first_ = first;
+        left_.store(parts, std::memory_order_relaxed);
+        const uint64_t ticket = (job_of(ticket_.load(std::memory_order_relaxed)) + 1) << 32 | uint64_t(parts) << 16;
+        ticket_.store(ticket);
+        if (sleeping_.load() > 0) {
+            { std::lock_guard<std::mutex> lock(mutex_); }  // a worker that is about to sleep has seen the ticket or sleeps
+            wake_.notify_all();
+        }
+        take_parts();
+        if (left_.load(std::memory_order_acquire) == 0) return;
+        const Clock::time_point began = Clock::now();
+        for (int spin = 0; left_.load(std::memory_order_acquire) > 0; spin++) {
+            pause();
+            if (spin > 1000) std::this_thread::yield();
+        }
+        judge(began, Clock::now());
+    }
+
+    static void pause() {
+#if WIDE
+        _mm_pause();
+#endif
+    }
+
     // A wait that is much longer than a small part takes.
     void judge(Clock::time_point began, Clock::time_point now) {
         using std::chrono::milliseconds;
@@ -69,46 +88,40 @@ class Pool {
         }
     }
 
-    void take_parts(const std::function<void(int)> &job, int parts) {
-        for (int part; (part = next_.fetch_add(1)) < parts;) job(part);
+    // Compute parts of the present job until none is left; returns its number.
+    uint64_t take_parts() {
+        uint64_t ticket = ticket_.load();
+        while (next_of(ticket) < parts_of(ticket)) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
+            (*job_)(first_ + next_of(ticket));  // stays valid until this part is counted
+            left_.fetch_sub(1, std::memory_order_release);
+            ticket = ticket_.load();
+        }
+        return job_of(ticket);
     }
 
     void work() {
         uint64_t seen = 0;
         for (;;) {
             const int spins = busy() ? 2000 : 20000;
-            for (int spin = 0; spin < spins && generation_.load(std::memory_order_acquire) == seen; spin++) {
-#if WIDE
-                _mm_pause();
-#endif
-            }
-            const std::function<void(int)> *job = nullptr;
-            int parts = 0;
-            {
+            for (int spin = 0; spin < spins && job_of(ticket_.load(std::memory_order_acquire)) == seen; spin++) pause();
+            if (job_of(ticket_.load()) == seen) {
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return generation_.load() != seen; });
-                seen = generation_.load();
-                if (open_) {
-                    job = job_;
-                    parts = parts_;
-                    active_.fetch_add(1);
-                }
+                sleeping_.fetch_add(1);
+                wake_.wait(lock, [&] { return job_of(ticket_.load()) != seen; });
+                sleeping_.fetch_sub(1);
             }
-            if (job) {
-                take_parts(*job, parts);
-                active_.fetch_sub(1, std::memory_order_release);
-            }
+            seen = take_parts();
         }
     }
 
     std::mutex jobs_, mutex_;
     std::condition_variable wake_;
     std::vector<std::thread> workers_;
-    std::atomic<uint64_t> generation_{0};
-    std::atomic<int> next_{0}, active_{0};
+    std::atomic<uint64_t> ticket_{0};  // number of the job, its parts (16 bits), the next part (16 bits)
+    std::atomic<int> left_{0}, sleeping_{0};
     const std::function<void(int)> *job_ = nullptr;
-    int parts_ = 0;
-    bool open_ = false;
+    int first_ = 0;
     std::atomic<int64_t> busy_until_{0};  // in ticks of the clock
     int pause_ = 20, quiet_jobs_ = 0;     // milliseconds of the next pause; jobs without a long wait
 };

@@ -302,6 +302,7 @@ def test_without_a_writable_cache_code_is_compiled_every_time(tmp_path):
     environment = {"BIRKHOFF_CACHE": "/dev/null", "PYTHONDONTWRITEBYTECODE": "1"}
     printed = run_script(ROTATE, tmp_path, **environment)
     assert printed.startswith("cpu") and parse_numbers(printed) == pytest.approx([-1.4, 4.8])
+    assert not list(tmp_path.rglob("*.nb?"))
 
 
 def test_a_compiled_function_matches_its_python_source():

@@ -1,4 +1,4 @@
-"""RMSNorm as one compiled pass over the rows: in C++ if there is a compiler, else with Numba."""
+"""RMSNorm as one compiled pass over the rows. Few rows have the bits of the native layers of a decode step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from birkhoff.kernels.jit import compiled
 from birkhoff.kernels.packed import native
 
 NO_WEIGHT = np.ones(0, np.float32)
+MAX_NATIVE_ROWS = 24
 
 
 @compiled
@@ -32,7 +33,7 @@ def rms_norm_rows(x, weight, eps, out):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     fp32 = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
     fp32 = fp32.contiguous()
-    if native.available():
+    if len(fp32) <= MAX_NATIVE_ROWS and native.available():
         result = native.rms_norm(fp32, weight, eps)
     else:
         result = torch.empty_like(fp32)

@@ -72,8 +72,13 @@ ONE_COPY float dot(const float *a, const float *b, int64_t count) {
     return total(sum) + rest;
 }
 
-ONE_COPY void norm_row(const float *x, const float *weight, int64_t width, float eps, float *out) {
-    const float rho = 1.f / std::sqrt(dot(x, x, width) / float(width) + eps);
+// One over the root mean square of numbers with this sum of squares.
+inline float inverse_rms(float squares, int64_t count, double eps) {
+    return float(1.0 / std::sqrt(double(squares) / double(count) + eps));
+}
+
+ONE_COPY void norm_row(const float *x, const float *weight, int64_t width, double eps, float *out) {
+    const float rho = inverse_rms(dot(x, x, width), width, eps);
     if (weight)
         for (int64_t k = 0; k < width; k++) out[k] = x[k] * rho * weight[k];
     else
@@ -131,9 +136,9 @@ template <int M> inline void sinkhorn(float *mix, int64_t streams, int64_t iters
     }
 }
 
-// pre [m], post [m] and mix [m, m] of a row, from the projection z of its streams and their mean square.
-ONE_COPY void mixer_weights(const Mixer &mixer, const float *z, float mean, int64_t m, float *pre, float *post, float *mix) {
-    const float rho = 1.f / std::sqrt(mean + float(mixer.rms_eps)), eps = float(mixer.eps);
+// pre [m], post [m] and mix [m, m] of a row, from the projection z of its streams; rho is one over their root mean square.
+ONE_COPY void mixer_weights(const Mixer &mixer, const float *z, float rho, int64_t m, float *pre, float *post, float *mix) {
+    const float eps = float(mixer.eps);
     const float *base = mixer.base, *scale = mixer.scale;
     for (int64_t s = 0; s < m; s++) {
         pre[s] = sigmoid(z[s] * rho * scale[0] + base[s]) + eps;
@@ -155,8 +160,8 @@ void read_streams(const Mixer &mixer, const float *streams, int64_t n, int64_t m
     products(&mixer.fn, 1, streams, m * width, n, z, mixer.fn.rows, threads);
     for_rows(n, MIXER_COST, threads, [&](int64_t r) {
         const float *row = streams + r * m * width;
-        const float mean = dot(row, row, m * width) / float(m * width);
-        mixer_weights(mixer, z + r * mixer.fn.rows, mean, m, pre + r * m, post + r * m, mix + r * m * m);
+        const float rho = inverse_rms(dot(row, row, m * width), m * width, mixer.rms_eps);
+        mixer_weights(mixer, z + r * mixer.fn.rows, rho, m, pre + r * m, post + r * m, mix + r * m * m);
         sum_streams(row, pre + r * m, m, width, u + r * width);
     });
 }
@@ -179,8 +184,7 @@ void merge_streams(const Mixer &mixer, const float *streams, int64_t n, int64_t 
                    float *weights) {
     products(&mixer.fn, 1, streams, m * width, n, weights, m, threads);
     for (int64_t r = 0; r < n; r++, streams += m * width, merged += width, weights += m) {
-        const float mean = dot(streams, streams, m * width) / float(m * width);
-        const float rho = 1.f / std::sqrt(mean + float(mixer.rms_eps));
+        const float rho = inverse_rms(dot(streams, streams, m * width), m * width, mixer.rms_eps);
         for (int64_t s = 0; s < m; s++)
             weights[s] = sigmoid(weights[s] * rho * mixer.scale[0] + mixer.base[s]) + float(mixer.eps);
         sum_streams(streams, weights, m, width, merged);
@@ -221,7 +225,7 @@ ONE_COPY void pool_entry(const Layer &layer, const Pooling &p, const Cache &cach
                 }
         }
     for (int64_t c = 0; c < p.width; c++) pooled[c] /= sum[c];
-    norm_row(pooled, p.norm, p.width, float(layer.eps), pooled);
+    norm_row(pooled, p.norm, p.width, layer.eps, pooled);
     for (int64_t i = 0; i < layer.pairs; i++) {
         const float angle = float(first) * p.omega[i];
         cos[i] = std::cos(angle);
@@ -339,7 +343,7 @@ void attend_rows(const Layer &layer, const Cache &cache, const Step &step, const
     thread_local std::vector<int64_t> chosen;
     const int threads = int(step.threads), family = layer.ratio != 0;
     const int64_t n = step.n, width = layer.head_dim, stride = layer.in_proj.rows, rank = layer.rank, pairs = layer.pairs;
-    const float eps = float(layer.eps);
+    const double eps = layer.eps;
     qkv_buffer.resize(size_t(n * stride));
     latent_buffer.resize(size_t(n * rank));
     query_buffer.resize(size_t(n * layer.heads * width));
@@ -472,7 +476,7 @@ struct LayerBuffers {
 };
 
 void norm_rows(const float *x, const float *weight, int64_t n, int64_t width, double eps, float *out) {
-    for (int64_t r = 0; r < n; r++) norm_row(x + r * width, weight, width, float(eps), out + r * width);
+    for (int64_t r = 0; r < n; r++) norm_row(x + r * width, weight, width, eps, out + r * width);
 }
 
 // One layer: streams [n, m, hidden] -> out, which may be the same memory.

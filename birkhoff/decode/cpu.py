@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from birkhoff.decode.native import MAX_EXPERT_ROWS, MAX_ROWS, install_native, is_decode_step
+from birkhoff.decode.native import MAX_EXPERT_ROWS, ForFewRows, install_native, is_decode_step
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import cpu_decode
@@ -102,14 +102,7 @@ def _product(source: Linear | SharedInput) -> Any:
     return _LoopProduct(source.weight if isinstance(source, Linear) else source.stacked_weight())
 
 
-class _ForFewRows:
-    """Accepts up to `MAX_ROWS` rows while no gradient is recorded."""
-
-    def accepts(self, streams: torch.Tensor) -> bool:
-        return streams.shape[0] <= MAX_ROWS and not torch.is_grad_enabled()
-
-
-class CpuMixer(_ForFewRows):
+class CpuMixer(ForFewRows):
     """Replaces `Mixer.read` and `Mixer.write`."""
 
     def __init__(self, mixer: Mixer):
@@ -135,7 +128,7 @@ class CpuMixer(_ForFewRows):
         return torch.from_numpy(out)
 
 
-class CpuHeadMixer(_ForFewRows):
+class CpuHeadMixer(ForFewRows):
     """Replaces `HeadMixer.forward`."""
 
     def __init__(self, head: HeadMixer):
@@ -150,7 +143,7 @@ class CpuHeadMixer(_ForFewRows):
         return torch.from_numpy(merged), torch.from_numpy(weights)
 
 
-class CpuMTPInput(_ForFewRows):
+class CpuMTPInput(ForFewRows):
     """Replaces the input projections of `MTP`."""
 
     def __init__(self, mtp: MTP):

@@ -56,14 +56,14 @@ def install_native(model: Transformer) -> None:
         model.mtp.hc_head.compiled = NativeHeadMixer(model.mtp.hc_head)
 
 
-class _ForFewRows:
+class ForFewRows:
     """Accepts up to `MAX_ROWS` rows while no gradient is recorded."""
 
     def accepts(self, streams: torch.Tensor) -> bool:
         return streams.shape[0] <= MAX_ROWS and not torch.is_grad_enabled()
 
 
-class NativeMixer(_ForFewRows):
+class NativeMixer(ForFewRows):
     """Replaces `Mixer.read` and `Mixer.write`."""
 
     def __init__(self, fields: MixerFields):
@@ -78,7 +78,7 @@ class NativeMixer(_ForFewRows):
         return layer.write_streams(*(x.contiguous() for x in (streams, y, post, mix)))
 
 
-class NativeHeadMixer(_ForFewRows):
+class NativeHeadMixer(ForFewRows):
     """Replaces `HeadMixer.forward`."""
 
     def __init__(self, head: HeadMixer):
@@ -89,7 +89,7 @@ class NativeHeadMixer(_ForFewRows):
         return layer.merge_streams(self.fields, streams.contiguous())
 
 
-class NativeMTPInput(_ForFewRows):
+class NativeMTPInput(ForFewRows):
     """Replaces the input projections of `MTP`."""
 
     def __init__(self, mtp: MTP):

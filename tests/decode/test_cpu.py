@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from birkhoff.decode.cpu import MAX_ROWS, is_decode_step
+from birkhoff.decode.native import MAX_ROWS, is_decode_step
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels import jit

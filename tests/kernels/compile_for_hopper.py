@@ -24,6 +24,7 @@ from birkhoff.kernels.linear import decode as linear_decode
 from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
 
+HOPPER = GPUTarget("cuda", 90, 32)
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
 EXPERTS = {
     "x": BF16,
@@ -66,13 +67,18 @@ KERNELS: dict[str, tuple] = {
         attend._attend,
         {
             "queries": BF16,
-            "recent": BF16,
-            "entries": BF16,
-            "out": BF16,
-            "sink": F32,
-            "oldest": I64,
+            "keys": BF16,
+            "bases": I64,
+            "ring": BF16,
+            "pages": BF16,
+            "table": I64,
+            "slots": I64,
+            "positions": I64,
+            "starts": I64,
             "counts": I32,
             "indices": I32,
+            "sink": F32,
+            "out": BF16,
             "scale": "fp32",
         },
         {
@@ -100,7 +106,7 @@ KERNELS: dict[str, tuple] = {
 }
 
 
-def compiled(kernel, types: dict[str, str], settings: dict[str, int]):
+def compiled(kernel, types: dict[str, str], settings: dict, target: GPUTarget = HOPPER):
     """Compile a kernel for compute capability 9.0; `settings` are its constexprs, `num_warps` and `num_stages`."""
     options = {name: settings[name] for name in ("num_warps", "num_stages")}
     constants_by_name = {name: value for name, value in settings.items() if name not in options}
@@ -114,7 +120,7 @@ def compiled(kernel, types: dict[str, str], settings: dict[str, int]):
     }
     constants = {(names.index(name),): value for name, value in constants_by_name.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def _waits_for_products(text: str) -> bool:

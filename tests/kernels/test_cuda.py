@@ -274,3 +274,52 @@ def test_fp4_codes_are_decoded_exactly():
             )
         results.append(torch.cat(parts))
     assert torch.equal(*(part.view(torch.int16) for part in results)) and results[0].isfinite().all()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the matrix instructions of these kernels exist on compute capability 9.0 only",
+)
+@pytest.mark.parametrize("distance", [2, 30], ids=["one pass", "three passes"])
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+@torch.inference_mode()
+def test_prompt_experts_match_the_triton_kernels(tokens, distance):
+    """Every number of tokens of a block, rows whose scales are far apart, and outputs that were NaN before."""
+    from birkhoff.kernels.cuda import prompt_experts
+    from birkhoff.kernels.experts import fp8, prefill, reference
+    from birkhoff.kernels.quant.device import fp8_round, quantise_fp8
+
+    device, count, topk, width, inner, limit = torch.device("cuda"), 4, 2, 512, 256, 10.0
+    torch.manual_seed(tokens)
+    codes = [
+        torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        for shape in ((count, 2 * inner, width // 2), (count, width, inner // 2))
+    ]
+    scales = [
+        torch.randint(121 - distance, 122, (*part.shape[:2], part.shape[2] // 16), device=device).to(
+            torch.uint8
+        )
+        for part in codes
+    ]
+    parts = (codes[0], scales[0], codes[1], scales[1])
+    table = torch.tensor([[part[e].data_ptr() for part in parts] for e in range(count)], device=device)
+    x = torch.randn(tokens, width, device=device).bfloat16()
+    ids, weights = reference.route(
+        torch.randn(tokens, count, device=device), torch.zeros(count, device=device), None, topk, 1.5
+    )
+    order, blocks = prefill.plan(ids, count, prompt_experts.MAX_TOKENS)
+    z = torch.full((tokens * topk, inner), torch.nan, device=device).bfloat16()
+    y, expected = (torch.full((tokens * topk, width), torch.nan, device=device).bfloat16() for _ in range(2))
+    fp8.gate_up(*quantise_fp8(x, "halves"), table, blocks, order, weights, z, limit, 128)
+    fp8.down(*quantise_fp8(z, "halves"), table, blocks, order, expected, 128)
+    middle = prompt_experts.gate_up(
+        *quantise_fp8(x, "fragments"), table, blocks, order, weights, inner, limit
+    )
+    prompt_experts.down(*middle, table, blocks, order, y)
+    c = torch.arange(128, device=device)
+    place = c // 8 % 4 * 32 + c // 4 % 2 * 16 + c // 32 * 4 + c % 4
+    natural = middle[0].float().view(-1, inner // 128, 128)[:, :, place].flatten(1)
+    values = natural * middle[1].T.repeat_interleave(128, 1)
+    rounded = fp8_round(z, 128).float()
+    assert (values != rounded).float().mean() < 0.03, "a value next to a tie may be rounded the other way"
+    assert (y - expected).float().norm() < 0.01 * expected.float().norm() and y.isfinite().all()

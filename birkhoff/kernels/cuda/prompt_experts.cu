@@ -14,11 +14,17 @@
 #include "wgmma.cuh"
 
 #define STAGES 5
+#define FENCE 0
+#define HINT ".L2::128B"
 #define SPAN 12  // powers of two that an E4M3 code has room for beside an E2M1 value
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Half of a line of 128 bytes of which the next step reads the rest.
+__device__ __forceinline__ void copy16_of_line(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global" HINT " [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -29,7 +35,11 @@ __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 // Make this thread's view of shared memory visible to the matrix instructions of all threads after the next barrier.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void proxy_fence() {
+#if FENCE
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
@@ -52,11 +62,12 @@ struct RowTable {  // E4M3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times 2^power; zer
 
 template <int N>
 struct Stage {  // offsets within one stage of shared memory
-    static constexpr int codes = N * 128, scales = codes + 256 * 64, x_scale = scales + 256 * 4;
+    static constexpr int codes = N * 128, x_scale = codes + 256 * 64;
     static constexpr int bytes = (x_scale + N * 4 + 1023) / 1024 * 1024;
 };
 
 // The A operands of a tile of 64 rows and 128 columns: codes of rows `row` and `row` + 8, columns 32 t .. 32 t + 31.
+// `scales` are those of the 128 columns, four bytes per row.
 __device__ __forceinline__ void decode_tile(u32 (&a)[4][4], const u8* codes, const u8* scales, int row, int t,
                                             const int (&base)[2]) {
     const uint4 w0 = *(const uint4*)(codes + row * 64 + t * 16);
@@ -123,8 +134,9 @@ template <int N, class MatrixRow, class InputRow>
 __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow matrix_row, InputRow input_row,
                                         float (&total)[2][N / 2], int (&scale)[2][2]) {
     using S = Stage<N>;
-    __shared__ int largest[256];
-    __shared__ int passes_needed;
+    u32* all_scales = (u32*)(shared + STAGES * S::bytes);  // [width / 128, 256]
+    int* largest = (int*)(all_scales + p.width / 128 * 256);
+    int* passes_needed = largest + 256;
     const int tid = threadIdx.x, group = tid / 128, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int row = group * 128 + (tid % 128) / 32 * 16 + g;  // of the thread in the first of its two tiles
     const int blocks = p.width / 128, row_bytes = p.width / 2, groups = p.width / 32;
@@ -138,7 +150,7 @@ __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow 
         own_x[i] = p.x + (i64)input_row((tid / 8 + 32 * i) % N) * p.width + tid % 8 * 16;
     const float* own_x_scale = p.x_scale + input_row(tid % N);
     const u32 base = shared_address(shared);
-    if (tid == 0) passes_needed = 1;
+    if (tid == 0) *passes_needed = 1;
 
     auto load = [&](int block, int stage) {
         const u32 to = base + stage * S::bytes;
@@ -149,8 +161,7 @@ __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow 
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            copy16(to + S::codes + (tid + 256 * i) * 16, own_codes + i * codes_step + block * 64);
-        copy4(to + S::scales + tid * 4, own_scales + block * 4);
+            copy16_of_line(to + S::codes + (tid + 256 * i) * 16, own_codes + i * codes_step + block * 64);
         if (tid < N) copy4(to + S::x_scale + tid * 4, own_x_scale + (i64)block * p.x_rows);
     };
 #pragma unroll
@@ -161,20 +172,22 @@ __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow 
     __syncthreads();
     {  // the largest scale of every row, and the passes that the row with the widest scales needs
         u32 high = 0, low = ~0u;
-        for (int i = 0; i < groups / 4; i++) {
+#pragma unroll 8
+        for (int i = 0; i < blocks; i++) {
             const u32 four = *(const u32*)(own_scales + 4 * i);
+            all_scales[i * 256 + tid] = four;
             high = __vmaxu4(high, four);
             low = __vminu4(low, four);
         }
         const int most = max(max(high & 255, high >> 8 & 255), max(high >> 16 & 255, high >> 24));
         const int least = min(min(low & 255, low >> 8 & 255), min(low >> 16 & 255, low >> 24));
         largest[tid] = most;
-        if ((most - least) / SPAN > 0) atomicMax(&passes_needed, (most - least) / SPAN + 1);
+        if ((most - least) / SPAN > 0) atomicMax(passes_needed, (most - least) / SPAN + 1);
     }
     copies_wait<STAGES - 2>();
     proxy_fence();
     __syncthreads();
-    const int steps = passes_needed * blocks;
+    const int steps = *passes_needed * blocks;
     int of_row[2][2];  // scale that counts as 2^11 in the current pass
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -187,19 +200,22 @@ __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow 
 
     float sums[N / 2];
     u32 first[4][4], second[4][4];
-    decode_tile(first, shared + S::codes, shared + S::scales, row, t, of_row[0]);
+    const u8* scales = (const u8*)all_scales;  // of the block of columns that is decoded
+    decode_tile(first, shared + S::codes, scales, row, t, of_row[0]);
     int stage = 0, block = 0, next_block = (STAGES - 1) % blocks;
     for (int step = 0; step < steps; step++) {
         u8* here = shared + stage * S::bytes;
         const u32 x = base + stage * S::bytes;
         multiply<N>(sums, first, x);
-        decode_tile(second, here + S::codes, here + S::scales, row + 64, t, of_row[1]);
-        wgmma_wait();
+        decode_tile(second, here + S::codes, scales, row + 64, t, of_row[1]);
+        wgmma_wait(second);
         add_scaled<N>(total[0], sums, (const float*)(here + S::x_scale), t);
         multiply<N>(sums, second, x);
         const bool pass_ends = ++block == blocks && step + 1 < steps;
+        scales += 1024;
         if (pass_ends) {
             block = 0;
+            scales = (const u8*)all_scales;
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -215,9 +231,9 @@ __device__ __forceinline__ void product(const Product& p, u8* shared, MatrixRow 
             next_block = next_block + 1 == blocks ? 0 : next_block + 1;
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             u8* ahead = shared + stage * S::bytes;
-            decode_tile(first, ahead + S::codes, ahead + S::scales, row, t, of_row[0]);
+            decode_tile(first, ahead + S::codes, scales, row, t, of_row[0]);
         }
-        wgmma_wait();
+        wgmma_wait(first);
         add_scaled<N>(total[1], sums, (const float*)(here + S::x_scale), t);
         if (pass_ends) {
 #pragma unroll

@@ -11,7 +11,7 @@ from birkhoff.kernels.cuda.backend import compiled_module
 from birkhoff.kernels.cuda.compile import find_nvrtc
 
 MAX_TOKENS = 128  # of a block of the plan
-SHARED_BYTES = 5 * 34 * 1024  # five stages for 128 tokens
+STAGE_BYTES = 33 * 1024  # of one of the five stages, for 128 tokens
 THREADS = 256
 
 
@@ -26,6 +26,11 @@ def supports(x: torch.Tensor, inner: int) -> bool:
         and inner % 128 == 0
         and _has_compiler()
     )
+
+
+def _shared_bytes(width: int) -> int:
+    """Shared memory of a block: stages, the scales of its 256 rows of `width` columns, and their largest ones."""
+    return 5 * STAGE_BYTES + width // 128 * 1024 + 1024 + 16
 
 
 @cache
@@ -67,7 +72,7 @@ def gate_up(
         weights.shape[1],
         float(limit),
         pdl=False,
-        shared=SHARED_BYTES,
+        shared=_shared_bytes(x.shape[1]),
     )
     return z, z_scale
 
@@ -95,5 +100,5 @@ def down(
         z.shape[1],
         y.shape[1],
         pdl=False,
-        shared=SHARED_BYTES,
+        shared=_shared_bytes(z.shape[1]),
     )

@@ -173,8 +173,8 @@ def hadamard_fp4(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _quantise(x, codes, scales, rows, width, x_stride, ORDER: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
+def _quantise(x, codes, scales, rows, scale_stride, width, x_stride, ORDER: tl.constexpr, ROWS: tl.constexpr):
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     block = tl.program_id(1)
     c = tl.arange(0, 128)
@@ -188,19 +188,22 @@ def _quantise(x, codes, scales, rows, width, x_stride, ORDER: tl.constexpr, ROWS
     elif ORDER == 2:
         place = ((c // 8) % 4) * 32 + ((c // 4) % 2) * 16 + (c // 32) * 4 + c % 4
     tl.store(codes + r[:, None] * width + (block * 128 + place)[None, :], code, mask=inside)
-    tl.store(scales + block * rows + r, power(exponent), mask=r < rows)
+    tl.store(scales + block * scale_stride + r, power(exponent), mask=r < rows)
 
 
-def quantise_fp8(x: torch.Tensor, order: Order = "natural") -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, width], rows at any distance -> codes [n, width], scales [ceil(width / 128), n] float32. The value of a
-    column is its code times the scale of its 128 columns; other orders than the natural one need whole groups."""
+def quantise_fp8(
+    x: torch.Tensor, order: Order = "natural", multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, width], rows at any distance -> codes [m, width], scales [ceil(width / 128), m] float32, where m is n
+    rounded up to a `multiple`; rows from n on are not written. The value of a column is its code times the scale of
+    its 128 columns; other orders than the natural one need whole groups."""
     n, width = x.shape
     assert x.stride(1) == 1 and (order == "natural" or width % GROUP == 0)
-    blocks = -(-width // GROUP)
-    codes = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(blocks, n, dtype=torch.float32, device=x.device)
+    blocks, rows = -(-width // GROUP), -(-n // multiple) * multiple
+    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(blocks, rows, dtype=torch.float32, device=x.device)
     if n:
         _quantise[(-(-n // 16), blocks)](
-            x, codes, scales, n, width, x.stride(0), ORDER=ORDERS[order], ROWS=16, num_warps=4
+            x, codes, scales, n, rows, width, x.stride(0), ORDER=ORDERS[order], ROWS=16, num_warps=4
         )
     return codes, scales

@@ -22,6 +22,18 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or interpreted())
 
 
+HOPPER_SHARED = (
+    232_448  # bytes of shared memory that one thread block may have on compute capability 9.0 and 10.0
+)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a thread block: tiles of kernels are smaller where there is less than on Hopper."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`: the size of a tile."""
     return max(least, 1 << max(count - 1, 0).bit_length())

@@ -1,5 +1,6 @@
 """Compile kernels for an H200 and print one JSON line per kernel with properties of the result: the prefill kernels
-(all, or those named), or with `types "TYPE KERNEL" ...` kernels for packed types.
+(all, or those named), with `types "TYPE KERNEL" ...` kernels for packed types, or with `targets "TARGET KERNEL" ...`
+prefill kernels for other GPUs, with the tiles they are launched with there.
 
 This runs as a separate process: Triton decides at import between interpreting and compiling, and the tests interpret.
 Compiling needs no GPU.
@@ -18,11 +19,14 @@ from triton.compiler import ASTSource
 
 from birkhoff.kernels.attend import prefill as attend
 from birkhoff.kernels.experts import block_types
+from birkhoff.kernels.experts import fp8 as fp8_experts
 from birkhoff.kernels.experts import prefill as experts
 from birkhoff.kernels.index import prefill as index
 from birkhoff.kernels.linear import decode as linear_decode
+from birkhoff.kernels.linear import fp8 as fp8_linear
 from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
+from birkhoff.kernels.quant import device as quant
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
@@ -106,6 +110,67 @@ KERNELS: dict[str, tuple] = {
 }
 
 
+# Other GPUs: the target, bytes of shared memory of a thread block, and whether FP8 products run there. On AMD's gfx942
+# the matrix instructions have another FP8 format, so that released numerics use 16-bit products.
+TARGETS = {
+    "sm_89": (GPUTarget("cuda", 89, 32), 101_376, True),
+    "sm_90": (HOPPER, 232_448, True),
+    "sm_100": (GPUTarget("cuda", 100, 32), 232_448, True),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101_376, True),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65_536, False),
+}
+
+
+def target_kernels(name: str) -> dict[str, tuple]:
+    """The prefill kernels of one of `TARGETS`, with the tiles they are launched with there."""
+    target, shared, has_fp8 = TARGETS[name]
+    packed = PACKED | {"BF16X2": target.backend == "cuda" and target.arch >= 90}
+    kernel, types, settings = KERNELS["attention"]
+    linear_kernel, linear_types, linear_settings = KERNELS["linear fp8"]
+    mix, mix_types, mix_settings = KERNELS["mhc mix"]
+    e4m3 = "*fp8e4nv"
+    codes = EXPERTS | {"x_scale": F32, "z_scale": F32}
+    spread = {"PRMT": True, "TOKENS": 128, **fp8_experts.tile_config(128)}
+    rounding = {"num_warps": 4, "num_stages": 3}
+    found = KERNELS | {
+        "experts gate_up": (
+            experts._gate_up,
+            EXPERTS,
+            packed | experts.tile_config(128, False, True, shared),
+        ),
+        "experts down": (experts._down, EXPERTS, packed | experts.tile_config(128, False, False, shared)),
+        "linear fp8": (
+            linear_kernel,
+            linear_types,
+            linear_settings | linear.tile_config(4096, 4096, False, shared),
+        ),
+        "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
+        "attention": (kernel, types, settings | attend.tile_config(64, False, shared)),
+        "round": (quant._fp8_round, {"x": BF16, "out": BF16}, rounding | {"GROUP": 128, "ITEMS": 16}),
+        "hadamard": (
+            quant._hadamard_fp4,
+            {"x": BF16, "out": BF16},
+            rounding | {"WIDTH": 128, "FP32": False, "ROWS": 64},
+        ),
+    }
+    if has_fp8:
+        found |= {
+            "quantise": (
+                quant._quantise,
+                {"x": BF16, "codes": e4m3, "scales": F32},
+                rounding | {"ORDER": 1, "ROWS": 16},
+            ),
+            "fp8 product": (
+                fp8_linear._fp8_product,
+                {"x": e4m3, "x_scale": F32, "weight": e4m3, "w_scale": F32, "out": BF16},
+                {"TILE_GROUP": fp8_linear.TILE_GROUP, **fp8_linear.tile_config(4096)},
+            ),
+            "fp8 gate_up": (fp8_experts._gate_up_fp8, codes | {"x": e4m3}, spread | {"GROUPS": 128}),
+            "fp8 down": (fp8_experts._down_fp8, codes | {"z": e4m3}, spread | {"GROUPS": 64}),
+        }
+    return found
+
+
 def compiled(kernel, types: dict[str, str], settings: dict, target: GPUTarget = HOPPER):
     """Compile a kernel for compute capability 9.0; `settings` are its constexprs, `num_warps` and `num_stages`."""
     options = {name: settings[name] for name in ("num_warps", "num_stages")}
@@ -152,6 +217,13 @@ def type_kernels(kind: str) -> dict[str, tuple]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["targets"]:
+        for words in sys.argv[2:]:
+            target, name = words.split(" ", 1)
+            kernel_binary = compiled(*target_kernels(target)[name], TARGETS[target][0])
+            row = {"target": target, "kernel": name, "shared": kernel_binary.metadata.shared}
+            print(json.dumps(row | {"limit": TARGETS[target][1]}), flush=True)
+        return
     if sys.argv[1:2] == ["types"]:
         for words in sys.argv[2:]:
             kind, name = words.split(" ", 1)

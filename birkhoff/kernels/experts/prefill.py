@@ -27,7 +27,7 @@ from birkhoff.kernels.experts import block_types, fp8, reference
 from birkhoff.kernels.experts.decode import _dot_even_odd, _swiglu
 from birkhoff.kernels.experts.reference import Stack
 from birkhoff.kernels.experts.routing import plan
-from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
 from birkhoff.kernels.linear.fp8 import has_fp8
 from birkhoff.kernels.packed.unpack import decode_e2m1, decode_e8m0
 from birkhoff.kernels.quant.device import fp8_groups, quantise_fp8
@@ -269,11 +269,12 @@ def _down(
         tl.store(target, total.to(y.dtype.element_ty), mask=(t < count)[None, :] & (r < width)[:, None])
 
 
-def tile_config(size: int, fp32: bool, gated: bool) -> dict[str, int]:
+def tile_config(size: int, fp32: bool, gated: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
     """Tile sizes: weight rows, bytes of a row per iteration, warps and stages."""
     if fp32:
         return {"ROWS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
-    return {"ROWS": 128, "BYTES": 64 if gated else 32, "num_warps": 4, "num_stages": 3 if gated else 4}
+    stages = 2 if shared < 100_000 else 3 if gated else 4
+    return {"ROWS": 128, "BYTES": 64 if gated else 32, "num_warps": 4, "num_stages": stages}
 
 
 def has_bf16x2(x: torch.Tensor) -> bool:
@@ -290,7 +291,7 @@ def gate_up(
     inner = z.shape[1]
     width = x.shape[1]
     fp32 = x.dtype is torch.float32
-    config = config or tile_config(size, fp32, gated=True)
+    config = config or tile_config(size, fp32, True, shared_memory(x.device))
     _gate_up[(-(-2 * inner // config["ROWS"]), len(blocks))](
         x,
         addresses,
@@ -314,7 +315,7 @@ def down(z, addresses, blocks, order, y, size: int, config: dict[str, int] | Non
     inner = z.shape[1]
     width = y.shape[1]
     fp32 = z.dtype is torch.float32
-    config = config or tile_config(size, fp32, gated=False)
+    config = config or tile_config(size, fp32, False, shared_memory(z.device))
     _down[(-(-width // config["ROWS"]), len(blocks))](
         z, addresses, blocks, order, y, inner, width, FP32=fp32, BF16X2=has_bf16x2(z), TOKENS=size, **config
     )

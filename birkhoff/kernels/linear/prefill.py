@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import interpreted, power_of_two
+from birkhoff.kernels.gpu import HOPPER_SHARED, interpreted, power_of_two, shared_memory
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed.unpack import decode_e4m3, decode_e8m0, lookup_table, unpack
 
@@ -120,7 +120,7 @@ def dequantise(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> tor
     return out
 
 
-def tile_config(n: int, height: int, fp32: bool) -> dict[str, int]:
+def tile_config(n: int, height: int, fp32: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
     """Tile sizes for n tokens and a weight (or a group) of `height` rows; INNER divides the 128 columns of a scale."""
     if fp32:
         return {
@@ -137,7 +137,7 @@ def tile_config(n: int, height: int, fp32: bool) -> dict[str, int]:
         "ROWS": rows,
         "INNER": 128,
         "num_warps": 8 if tokens * rows > 8192 else 4,
-        "num_stages": 3,
+        "num_stages": 3 if shared >= 100_000 else 2,
     }
 
 
@@ -167,7 +167,7 @@ def packed_linear(
         fp32 = True
     n = len(flat)
     out = torch.empty(n, weight.out, dtype=dtype, device=x.device)
-    config = config or tile_config(n, group or weight.out, fp32)
+    config = config or tile_config(n, group or weight.out, fp32, shared_memory(x.device))
     assert group is None or group % config["ROWS"] == 0, f"groups of {group} rows"
     row_tiles = -(-weight.out // config["ROWS"])
     token_tiles = -(-n // config["TOKENS"])

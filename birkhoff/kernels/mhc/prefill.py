@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
 from birkhoff.kernels.mhc import decode
 from birkhoff.kernels.mhc.decode import _normalise4, _sigmoid
 
@@ -290,10 +290,10 @@ def read(streams, fn, base, scale, iters, eps, rms_eps):
     return read_rows(streams, fn, base, scale, iters, eps, rms_eps)
 
 
-def tile_config(fp32: bool) -> dict[str, int]:
+def tile_config(fp32: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
     if fp32:
         return {"TOKENS": 32, "BLOCK": 32, "num_warps": 4, "num_stages": 2}
-    return dict(TILE)
+    return TILE if shared >= HOPPER_SHARED else TILE | {"num_stages": 2}
 
 
 def read_rows(streams, fn, base, scale, iters, eps, rms_eps):
@@ -308,7 +308,7 @@ def read_rows(streams, fn, base, scale, iters, eps, rms_eps):
     pre = torch.empty(n, m, **options)
     post = torch.empty(n, m, **options)
     mix = torch.empty(n, m, m, **options)
-    config = tile_config(fp32)
+    config = tile_config(fp32, shared_memory(streams.device))
     tokens, block = config["TOKENS"], config["BLOCK"]
     split_columns = -(-columns // (splits * block)) * block
     _mix[(splits, -(-n // tokens))](

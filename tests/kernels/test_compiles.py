@@ -1,5 +1,5 @@
-"""Prefill kernels compile for an H200, fit its shared memory and use its tensor cores; they and CUDA sources also compile
-for other GPUs. No GPU is needed.
+"""Prefill kernels compile for an H200, fit its shared memory and use its tensor cores; they and CUDA sources compile
+for other GPUs too. No GPU is needed.
 
 The interpreter, which all other tests use, accepts programs that the compiler rejects.
 """

@@ -60,6 +60,12 @@ def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) ->
     without the latter."""
     if experts_on == "cpu" and not native.available():
         raise OptionError("experts_on is 'cpu', which needs a C++ compiler, and there is none. Use 'auto'.")
+    if network.numerics.released:
+        if experts_on == "cpu":
+            raise OptionError(
+                "experts_on is 'cpu', where inputs are not rounded as numerics='released' asks. Use 'gpu' or 'auto'."
+            )
+        return
     store = placed.store
     if experts_on == "gpu" or not native.available() or bool(store.resident().all()):
         return

@@ -18,8 +18,10 @@ class DecodeBuffers:
 
     `qkv` and `queries` are the widths of the projections of that name, `ring` the rows of a key ring. With
     `fp16_inputs`, inputs of products are also kept in float16, those of experts in the order in which FP4 codes are
-    unpacked (`x_fp4_order`). `max_entries` is the number of entries an indexer may score; 0 if it keeps all of them, so
-    that nothing is scored. `splits` maps a ratio to the number of splits of a token's keys and the keys per split."""
+    unpacked (`x_fp4_order`). With `released`, inputs of FP8 and FP4 products are kept rounded beside the others, in
+    float16 or in the model's dtype. `max_entries` is the number of entries an indexer may score; 0 if it keeps all of
+    them, so that nothing is scored. `splits` maps a ratio to the number of splits of a token's keys and the keys per
+    split."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class DecodeBuffers:
         dtype: torch.dtype,
         fp16_inputs: bool,
         processors: int,
+        released: bool = False,
     ):
         from birkhoff.kernels.attend.decode import split_keys
         from birkhoff.kernels.mhc.decode import COUNT, padded, slices
@@ -98,6 +101,8 @@ class DecodeBuffers:
                 torch.empty_like(like, dtype=torch.float16)
                 for like in (self.x, self.x, self.latent, self.heads_out)
             )
+        elif released:
+            self.x_fp16, self.latent_fp16 = torch.empty_like(self.x), torch.empty_like(self.latent)
 
     def replace(self, **tensors: torch.Tensor) -> DecodeBuffers:
         """The same buffers, with other memory for some of them."""

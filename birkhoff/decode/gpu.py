@@ -43,6 +43,7 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.model.linear import Linear
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
@@ -56,8 +57,8 @@ def unsupported_model(model: Transformer) -> str | None:
     config = model.config
     if not model.packed:
         return "its experts are held as numbers"
-    if model.numerics.released:
-        return "released numerics round activations, which these kernels do not"
+    if model.numerics.released and not _in_released_formats(model):
+        return "released numerics of weights in other formats than FP8 and FP4"
     if config.hc_mult != 4:
         return f"it has {config.hc_mult} residual streams, the kernels know 4"
     for name in ("head_dim", "q_lora_rank", "index_head_dim", "index_n_heads"):
@@ -65,6 +66,15 @@ def unsupported_model(model: Transformer) -> str | None:
         if value != gpu.power_of_two(value, 16):
             return f"{name} is {value}, the kernels need a power of two from 16"
     return None
+
+
+def _in_released_formats(model: Transformer) -> bool:
+    """Whether projections are FP8 and experts FP4."""
+    layers = [module for module in model.modules() if isinstance(module, Linear) and module.role == "fp8"]
+    stacks = [stack.types for stack in model.expert_stacks()]
+    return all(layer.code_type is not None and layer.code_type.name == "FP8" for layer in layers) and all(
+        types is not None and all(kind.name == "FP4" for kind in types) for types in stacks
+    )
 
 
 def _store_spans(model: Transformer) -> list[tuple[int, int, int]]:
@@ -94,6 +104,7 @@ class Decoder:
             )
         self.model, self.state, self.config = model, state, model.config
         self.dtype = model.numerics.dtype
+        self.released = model.numerics.released
         self.store = model.expert_stacks()[0].store  # None: experts stay in the model's own memory
         self._store_spans = _store_spans(model) if self.store is not None else []
         with torch.no_grad():
@@ -131,6 +142,7 @@ class Decoder:
             dtype=self.dtype,
             fp16_inputs=self.kernels.fp16_inputs,
             processors=self.processors,
+            released=self.released,
         )
 
     def draft_buffers(self, rows: int) -> DecodeBuffers:
@@ -148,6 +160,7 @@ class Decoder:
             dtype=self.dtype,
             fp16_inputs=self.kernels.fp16_inputs,
             processors=self.processors,
+            released=self.released,
         )
 
     def step(self, buffers: DecodeBuffers, taps: DecodeTaps = NO_TAP) -> torch.Tensor:
@@ -170,7 +183,7 @@ class Decoder:
         w, state = self.mtp, self.state.mtp
         assert w is not None and state is not None, "the model or its state was built without the MTP block"
         self._compute_phases(buffers)
-        join_input(w, self.kernels, self.model.embed, buffers, self.config.rms_norm_eps)
+        join_input(w, self.kernels, self.model.embed, buffers, self.config.rms_norm_eps, self.released)
         first = len(self.layers)
         y = self._run_layers([w.layer], [state], buffers, NO_TAP, mhc.MIX_ONLY, first)
         self._project_logits(w.head, w.norm, buffers, y, NO_TAP)
@@ -266,6 +279,7 @@ class Decoder:
 
         c, kernels, pdl = self.config, self.kernels, self.kernels.pdl
         table = self.state.page_table
+        self._round(buffers.x, buffers.x_fp16)
         ids = (buffers.slots, buffers.positions)
         cos, sin = (buffers.cos, buffers.sin) if w.ratio == 0 else (buffers.cos[:, 1:], buffers.sin[:, 1:])
         kernels.gemv(w.qkv_proj, (buffers.x_fp16, buffers.x), buffers.qkv)
@@ -277,7 +291,7 @@ class Decoder:
             buffers.qkv,
             w.q_norm,
             buffers.latent,
-            buffers.latent_fp16,
+            buffers.latent_fp16 if kernels.fp16_inputs else None,
             w.kv_norm,
             state.keys.rows,
             entry,
@@ -289,7 +303,9 @@ class Decoder:
             c.rms_norm_eps,
             pdl,
             self.drafts,
+            self.released,
         )
+        self._round(buffers.latent, buffers.latent_fp16)
         indexed = w.ratio == 4 and buffers.max_entries > 0
         given = tap.rules(buffers.rows, c.num_attention_heads, w.ratio)
         rules = None if given is None else (given.counts, given.table, given.sink)
@@ -312,6 +328,7 @@ class Decoder:
                 c.index_topk,
                 (c.index_head_dim * heads) ** -0.5,
                 pdl,
+                self.released,
             )
             if rules is not None:
                 force_and_forbid(buffers.scores, rules)
@@ -343,6 +360,7 @@ class Decoder:
         )
         tap_heads(tap, buffers, c.num_attention_heads)
         kernels.gemv(w.o_a_proj, (buffers.heads_out_fp16, buffers.heads_out), buffers.o_latent, c.o_lora_rank)
+        self._round(buffers.o_latent, buffers.o_latent)
         kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
         return buffers.attn_out
 
@@ -351,6 +369,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Launch one expert sublayer: `buffers.x` -> expert ids in `ids`, outputs in `buffers.expert_out`."""
         c, kernels = self.config, self.kernels
+        self._round(buffers.x, buffers.x_fp16)
+        self._round(buffers.x_fp4_order, buffers.x_fp4_order)
         kernels.route_and_shared(w, buffers, ids, c.swiglu_limit, c.routed_scaling_factor)
         logits = buffers.router_gate_up[:, : c.n_routed_experts]
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
@@ -362,10 +382,21 @@ class Decoder:
         if w.host is not None:
             w.host.begin(layer, buffers.x, ids, buffers.topk_weights)
         kernels.gate_up(w, buffers, c.swiglu_limit)
+        self._round(buffers.expert_hidden, buffers.expert_hidden)
+        self._round(buffers.shared_hidden, buffers.shared_hidden)
         kernels.down(w, buffers)
         if w.host is not None:
             w.host.end(layer, buffers.x, ids, buffers.expert_out)
         return buffers.expert_out
+
+    def _round(self, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        """With released numerics, write x rounded to FP8 to `out`, the input of an FP8 or FP4 product. `out` may be x;
+        None where the kernels do not read such a form of x."""
+        if not self.released or x is None or out is None:
+            return
+        from birkhoff.kernels.quant.device import round_input
+
+        round_input(x, out, self.dtype)
 
     def _plan_experts(
         self,

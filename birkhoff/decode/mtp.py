@@ -57,16 +57,13 @@ def join_input(
     embed: torch.Tensor,
     buffers: DecodeBuffers,
     eps: float,
+    released: bool,
 ) -> None:
     """Replace `buffers.streams` [n, 4, d] by the block's input: the streams of positions t and the embeddings of
     `buffers.token_ids`, which are the tokens at t + 1."""
     rows, _, width = buffers.streams.shape
-    from_streams = _project(
-        w.h_proj, w.h_norm, kernels, buffers.streams.view(-1, width), eps, buffers.x_fp16 is not None
-    )
-    from_token = _project(
-        w.e_proj, w.e_norm, kernels, embed[buffers.token_ids], eps, buffers.x_fp16 is not None
-    )
+    from_streams = _project(w.h_proj, w.h_norm, kernels, buffers.streams.view(-1, width), eps, released)
+    from_token = _project(w.e_proj, w.e_norm, kernels, embed[buffers.token_ids], eps, released)
     torch.add(from_streams.view(rows, -1, width), from_token.unsqueeze(1), out=buffers.streams)
 
 
@@ -76,14 +73,19 @@ def _project(
     kernels: CudaBackend | TritonBackend,
     rows: torch.Tensor,
     eps: float,
-    fp16: bool,
+    released: bool,
 ) -> torch.Tensor:
     """RMS norm and product of rows [n, d], rounded to their dtype as in the reference."""
     from birkhoff.kernels.norm.decode import norm_into
 
     x, out = torch.empty_like(rows), torch.empty_like(rows)
-    x_fp16 = torch.empty_like(rows, dtype=torch.float16) if fp16 else None
+    x_fp16 = torch.empty_like(rows, dtype=torch.float16) if kernels.fp16_inputs else None
     norm_into(rows, norm, eps, x, x_fp16)
+    if released:
+        from birkhoff.kernels.quant.device import round_input
+
+        x_fp16 = torch.empty_like(x) if x_fp16 is None else x_fp16
+        round_input(x, x_fp16, rows.dtype)
     for first in range(0, len(rows), PRODUCT_ROWS):
         part = slice(first, first + PRODUCT_ROWS)
         kernels.gemv([weight], (None if x_fp16 is None else x_fp16[part], x[part]), out[part])

@@ -23,7 +23,8 @@ class StreamBuffers(Protocol):
     """Residual streams of a step and what is read from them.
 
     `x_fp16` is x in float16, `x_fp4_order` the same permuted to the order in which FP4 codes unpack; both are None
-    for backends that do not read float16 inputs."""
+    for backends that do not read float16 inputs. With released numerics both are rounded, and for such backends
+    `x_fp16` is the rounded x in its own dtype."""
 
     streams: torch.Tensor  # [n, 4, d]
     mix_parts: torch.Tensor  # [n, slices, padded] float32: partial mixing products

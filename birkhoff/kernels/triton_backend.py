@@ -64,7 +64,16 @@ class TritonBackend:
         out: torch.Tensor,
         group: int | None = None,
     ) -> None:
-        gemv(weights, x[1], out, group)
+        """Multiply x with matrices; results side by side in `out`. `x` is (rounded or None, as it is); matrices of
+        codes read the first if there is one."""
+        if x[0] is None:
+            gemv(weights, x[1], out, group)
+            return
+        column = 0
+        for weight in weights:
+            part = out[:, column : column + weight.out]
+            gemv([weight], x[0] if weight.is_codes else x[1], part, group)
+            column += weight.out
 
     def read_streams(
         self,
@@ -97,7 +106,7 @@ class TritonBackend:
         self, w: ExpertLayerWeights, buffers: ExpertBuffers, ids: torch.Tensor, limit: float, factor: float
     ) -> None:
         count = w.router.out
-        gemv([w.router, w.shared_gate_up], buffers.x, buffers.router_gate_up)
+        self.gemv([w.router, w.shared_gate_up], (buffers.x_fp16, buffers.x), buffers.router_gate_up)
         experts.swiglu(buffers.router_gate_up[:, count:], buffers.shared_hidden, limit)
         experts.route(
             buffers.router_gate_up[:, :count],
@@ -117,7 +126,7 @@ class TritonBackend:
             block_gate_up(w, buffers, limit)
             return
         experts.gate_up(
-            buffers.x,
+            buffers.x if buffers.x_fp16 is None else buffers.x_fp16,
             w.expert_addresses,
             buffers.expert_slots,
             buffers.pair_order,

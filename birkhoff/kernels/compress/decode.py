@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.quant.device import round_index, round_key
 from birkhoff.kernels.rope.decode import rope
 
 
@@ -52,6 +53,7 @@ def _pool(
     ROPE_DIM: tl.constexpr,
     ITEMS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    ROUNDING: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """One compressor's work for a token; `raw` points to its values and gates."""
@@ -99,6 +101,10 @@ def _pool(
             total = total * old + tl.sum(new * value, axis=0)
             top = peak
         entry = rope(_rms_norm(total / weight_sum, norm, eps, WIDTH, dtype), cos, sin, WIDTH, ROPE_DIM, 1)
+        if ROUNDING == "key":
+            entry = round_key(entry.to(dtype).to(tl.float32), WIDTH, ROPE_DIM)
+        elif ROUNDING == "index":
+            entry = round_index(entry.to(dtype).to(tl.float32), WIDTH, dtype)
         entry_index = position // RATIO
         PER_PAGE: tl.constexpr = 128 // RATIO
         page = tl.load(table + slot * table_stride + entry_index // PER_PAGE)
@@ -139,6 +145,7 @@ def _norm_rope_store(
     FP16: tl.constexpr,
     ITEMS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    RELEASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -161,6 +168,8 @@ def _norm_rope_store(
         rotated = rope(
             key, cos + row * 4 * (ROPE_DIM // 2), sin + row * 4 * (ROPE_DIM // 2), WIDTH, ROPE_DIM, 1
         )
+        if RELEASED:
+            rotated = round_key(rotated.to(dtype).to(tl.float32), WIDTH, ROPE_DIM)
         tl.store(keys + (slot * key_ring + position % key_ring) * WIDTH + d, rotated.to(dtype))
     elif task == 2:
         # phases: 0 position of the token, 1 start of its block of 4, 2 start of its block of 128
@@ -188,6 +197,7 @@ def _norm_rope_store(
             ROPE_DIM,
             ITEMS,
             DRAFTS,
+            "key" if RELEASED else "none",
             dtype,
         )
     elif INDEX > 0:
@@ -215,6 +225,7 @@ def _norm_rope_store(
             ROPE_DIM,
             ITEMS,
             DRAFTS,
+            "index" if RELEASED else "none",
             dtype,
         )
 
@@ -236,12 +247,14 @@ def norm_rope_store(
     eps,
     pdl=False,
     drafts=0,
+    released=False,
 ) -> None:
     """Norms, rotations and cache writes of n new tokens.
 
     keys [slots, ring, c]; `entry` and `index` are (ape, norm, ring, pages) of a compressor or None; table [slots,
     pages]; cos, sin [n, 4, r / 2]: at the position of a token, and at the first of the 4 and of the 128 tokens that
-    it may complete. Up to `drafts` rows of a slot may follow its first one, adjacent and at consecutive positions."""
+    it may complete. `released` rounds keys and entries as the released numerics do. Up to `drafts` rows of a slot may
+    follow its first one, adjacent and at consecutive positions."""
     n, rank = latent.shape
     width = keys.shape[2]
     ratio = 0 if entry is None else entry[0].shape[0]
@@ -274,6 +287,7 @@ def norm_rope_store(
         ITEMS=8 if ratio == 4 else 16,
         num_warps=4 if ratio != 128 else 8,
         DRAFTS=0 if entry is None else min(drafts, n - 1),
+        RELEASED=released,
         PDL=pdl,
     )
     assert rank == power_of_two(rank) and width == power_of_two(width)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.quant.device import fp4_groups, hadamard_signs
 from birkhoff.kernels.rope.decode import rope_heads
 
 RATIO = 4
@@ -42,6 +43,7 @@ def _score(
     ROPE_DIM: tl.constexpr,
     ENTRIES: tl.constexpr,
     FP32: tl.constexpr,
+    RELEASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -57,6 +59,16 @@ def _score(
         q = tl.load(queries + row * query_stride + h[:, None] * WIDTH + d[None, :]).to(tl.float32)
         at = row * 4 * (ROPE_DIM // 2)
         q = rope_heads(q, cos + at, sin + at, HEADS, WIDTH, ROPE_DIM).to(key_type)
+        if RELEASED:
+            signs = hadamard_signs(d[:, None] & d[None, :]).to(key_type)
+            if FP32:
+                turned = tl.dot(q, signs, input_precision="ieee")
+            else:
+                turned = tl.dot(q, signs)
+            turned = (turned * (WIDTH**-0.5)).to(key_type).to(tl.float32)
+            SIZE: tl.constexpr = 32 if WIDTH >= 32 else WIDTH
+            turned = fp4_groups(tl.reshape(turned, [HEADS * (WIDTH // SIZE), SIZE]))
+            q = tl.reshape(turned, [HEADS, WIDTH]).to(key_type)
         e = first + tl.arange(0, ENTRIES)
         page = tl.load(table + slot * table_stride + e // 32, mask=e < count, other=0)
         key = (page * 32 + e % 32) * WIDTH
@@ -176,8 +188,11 @@ def _topk_entries(
             stored += tl.sum(selected, axis=0)
 
 
-def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, pdl=False) -> None:
-    """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, max_entries] float32."""
+def score(
+    queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, pdl=False, released=False
+) -> None:
+    """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, max_entries] float32.
+    `released` rounds the queries as the released numerics do."""
     n, max_entries = scores.shape
     width, heads = pages.shape[2], weights.shape[1]
     assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
@@ -202,6 +217,7 @@ def score(queries, weights, pages, table, slots, positions, cos, sin, scores, to
         ROPE_DIM=2 * cos.shape[-1],
         ENTRIES=64,
         FP32=pages.dtype is torch.float32,
+        RELEASED=released,
         num_warps=4,
         PDL=pdl,
     )

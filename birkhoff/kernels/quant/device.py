@@ -1,6 +1,7 @@
 """Rounding of activations on a GPU, as the released numerics do it: one launch each, with the bits of the plain twins.
 
     fp8_round(x, group, keep=0)    twin of `reference.fp8_round`
+    round_input(x, out, dtype)     the same in groups of 128 to another tensor, or in place
     hadamard_fp4(x)                `fp4_round(hadamard(x))`; sums in another order than the plain twin, so that a value
                                    next to a tie may differ by one step
     quantise_fp8(x, order)         E4M3 codes [n, width] and their scales [width / 128, n], for products on FP8 tensor
@@ -117,12 +118,14 @@ def hadamard_signs(both):
 
 
 @triton.jit(do_not_specialize=["items"])
-def _fp8_round(x, out, items, groups, width, rounded, GROUP: tl.constexpr, ITEMS: tl.constexpr):
+def _fp8_round(
+    x, out, items, groups, width, rounded, dtype: tl.constexpr, GROUP: tl.constexpr, ITEMS: tl.constexpr
+):
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     column = (item % groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     at = (item // groups).to(tl.int64)[:, None] * width + column
     tile = (item < items)[:, None] & (column < width)
-    v = tl.load(x + at, mask=tile, other=0.0).to(tl.float32)
+    v = tl.load(x + at, mask=tile, other=0.0).to(dtype).to(tl.float32)
     inside = column < rounded
     v = tl.where(inside, fp8_groups(tl.where(inside, v, 0.0)), v)
     tl.store(out + at, v.to(out.dtype.element_ty), mask=tile)
@@ -135,13 +138,37 @@ def fp8_round(x: torch.Tensor, group: int, keep: int = 0) -> torch.Tensor:
         return x
     assert group == power_of_two(group), f"groups of {group}"
     out = torch.empty_like(x)
+    _launch_rounding(x, out, x.dtype, group, keep)
+    return out
+
+
+def round_input(x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+    """Write the rows of x, rounded to `dtype` and then to FP8 in groups of 128, to `out`, which may be x: the input of
+    FP8 and FP4 products of a decode step. Columns may be in any order within a group."""
+    assert x.is_contiguous() and out.is_contiguous() and x.shape == out.shape
+    _launch_rounding(x, out, dtype, GROUP, 0)
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def _launch_rounding(x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, group: int, keep: int) -> None:
+    width = x.shape[-1]
     groups = -(-width // group)
     items = x.numel() // width * groups
-    per_program = max(1, 2048 // group)
+    per_program = max(1, (2048 if items > 4096 else 512) // group)
     _fp8_round[(-(-items // per_program),)](
-        x, out, items, groups, width, width - keep, GROUP=group, ITEMS=per_program, num_warps=4
+        x,
+        out,
+        items,
+        groups,
+        width,
+        width - keep,
+        dtype=_TRITON_DTYPES[dtype],
+        GROUP=group,
+        ITEMS=per_program,
+        num_warps=4,
     )
-    return out
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -34,6 +34,11 @@ def shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether large tiles are those of an H200; also where kernels are interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`: the size of a tile."""
     return max(least, 1 << max(count - 1, 0).bit_length())

@@ -145,7 +145,7 @@ def target_kernels(name: str) -> dict[str, tuple]:
             linear_settings | linear.tile_config(4096, 4096, False, shared),
         ),
         "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
-        "attention": (kernel, types, settings | attend.tile_config(64, False, shared)),
+        "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
         "round": (quant._fp8_round, {"x": BF16, "out": BF16}, rounding | {"GROUP": 128, "ITEMS": 16}),
         "hadamard": (
             quant._hadamard_fp4,

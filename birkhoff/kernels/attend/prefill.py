@@ -15,7 +15,7 @@ import triton.language as tl
 
 from birkhoff.kernels.attend import reference
 from birkhoff.kernels.attend.topk_indices import TopkIndices
-from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
+from birkhoff.kernels.gpu import is_hopper, power_of_two
 from birkhoff.kernels.row_index import RowIndex
 
 
@@ -123,11 +123,11 @@ def _attend(
     tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_range)
 
 
-def tile_config(heads: int, fp32: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
+def tile_config(heads: int, fp32: bool, hopper: bool = True) -> dict[str, int]:
     """Heads per program, keys per tile, warps and stages."""
     if fp32:
         return {"HEADS": min(16, power_of_two(heads, 16)), "KEYS": 16, "num_warps": 4, "num_stages": 1}
-    if shared < HOPPER_SHARED:
+    if not hopper:  # 192 KiB of shared memory on Hopper, more than there is elsewhere
         return {"HEADS": min(32, power_of_two(heads, 16)), "KEYS": 32, "num_warps": 4, "num_stages": 1}
     head_tile = min(64, power_of_two(heads, 16))
     return {
@@ -217,7 +217,7 @@ def _launch(
     queries, keys = queries.contiguous(), keys.contiguous()
     out = torch.empty_like(queries)
     fp32 = queries.dtype is torch.float32
-    config = config or tile_config(heads, fp32, shared_memory(queries.device))
+    config = config or tile_config(heads, fp32, is_hopper(queries.device))
     far = keys if pages is None else pages.contiguous()
     counts = indices = slots
     if selected is not None:

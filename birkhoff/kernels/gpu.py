@@ -29,9 +29,10 @@ HOPPER_SHARED = (
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a thread block: tiles of kernels are smaller where there is less than on Hopper."""
-    if device.type != "cuda":
+    if is_hopper(device):
         return HOPPER_SHARED
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ import re
 import sys
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -146,7 +147,11 @@ def target_kernels(name: str) -> dict[str, tuple]:
         ),
         "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
         "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
-        "round": (quant._fp8_round, {"x": BF16, "out": BF16}, rounding | {"GROUP": 128, "ITEMS": 16}),
+        "round": (
+            quant._fp8_round,
+            {"x": BF16, "out": BF16},
+            rounding | {"dtype": tl.bfloat16, "GROUP": 128, "ITEMS": 16},
+        ),
         "hadamard": (
             quant._hadamard_fp4,
             {"x": BF16, "out": BF16},

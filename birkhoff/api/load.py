@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -41,7 +42,9 @@ from birkhoff.hf.checkpoint import read_config, runs_here
 from birkhoff.hf.open_model import context_for, make_core, open_model, open_text, read_hf_config
 from birkhoff.kernels import jit
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.offload.placement import Placement
+from birkhoff.offload.read_gate import BackgroundReader, ReadGate
 from birkhoff.text.chat_format import ChatFormat, V4Chat
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
@@ -51,7 +54,7 @@ from birkhoff.vllm.open_engine import VllmSettings, schema_for, start
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.mapped_experts import MappedFiles, map_experts
-from birkhoff.weights.weight_loader import load_into
+from birkhoff.weights.weight_loader import MAX_READERS, DeferredLoad, load_into
 
 
 @signature_of(EngineOptions)
@@ -81,9 +84,10 @@ def load(
     run = plan_run(chosen, checkpoint)
     network, memory = _build_model(chosen, checkpoint, run)
     placed = memory if isinstance(memory, PlacedExperts) else None
-    _load_weights(
-        network, checkpoint, run, progress or notebook.progress(f"loading {model}") or _terminal_progress()
-    )
+    later = network.cold_expert_names() if chosen.background_experts else {}
+    progress = progress or notebook.progress(f"loading {model}") or _terminal_progress()
+    deferred = _load_weights(network, checkpoint, run, progress, later)
+    reader = None if deferred is None else _read_later(deferred, later)
     if placed is not None:
         choose_side(network, placed, chosen.experts_on)
     if memory is None:
@@ -102,6 +106,8 @@ def load(
     tokenizer = _load_tokenizer(checkpoint)
     core = _build_core(chosen, run, network, placed, cache)
     _warm_up(core)
+    if reader is not None:
+        core.read_experts_in_background(reader)
     _report(str(model), chosen, checkpoint, run, memory, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
     chat = None if tokenizer is None else V4Chat(tokenizer, texts, checkpoint.config.max_position_embeddings)
@@ -289,11 +295,12 @@ def _build_model(
         not replace(options.placement, mapped=False).is_default
         or (on_gpu and options.placement.mapped)
         or options.experts_on != "gpu"
+        or options.background_experts
     ):
         raise OptionError(
-            "experts, gpu_memory, expert_counts and experts_on place packed experts between a CUDA device and host "
-            "memory: they need Triton kernels, weights that are not 'dense', and gate and up of one type. Leave them "
-            "out here."
+            "experts, gpu_memory, expert_counts, experts_on and background_experts place packed experts between a CUDA "
+            "device and host memory: they need Triton kernels, weights that are not 'dense', and gate and up of one "
+            "type. Leave them out here."
         )
     if isinstance(placed, PlacedExperts):
         network.use_expert_store(placed.store)
@@ -308,14 +315,28 @@ def _build_model(
 
 
 def _load_weights(
-    network: Transformer, checkpoint: Checkpoint, run: RunPlan, progress: Callable[[int, int], None] | None
-) -> None:
+    network: Transformer,
+    checkpoint: Checkpoint,
+    run: RunPlan,
+    progress: Callable[[int, int], None] | None,
+    later: Mapping[str, ExpertId],
+) -> DeferredLoad | None:
+    """Fill the model, except for the experts `later`, which are returned."""
     skip: tuple[str, ...] = () if run.with_mtp else ("mtp.",)
     skip += tuple(f"{name}." for name, stack in network.named_expert_stacks() if stack.mapped is not None)
-    load_into(network.destinations(), checkpoint, skip=skip, progress=progress)
+    report = load_into(network.destinations(), checkpoint, skip=skip, later=later, progress=progress)
     install_cpu_decode(network)
     if run.numerics.kernels.name == "cpu":
         compile_kernels(_announce_compilation)
+    return report.deferred
+
+
+def _read_later(deferred: DeferredLoad, names: Mapping[str, ExpertId]) -> BackgroundReader:
+    """Start to read the experts that were left out."""
+    name_of = {expert: name for name, expert in names.items()}
+    print(f"birkhoff: {len(deferred)} experts in host memory are read in the background", file=sys.stderr)
+    threads = min(MAX_READERS, os.cpu_count() or 1)
+    return BackgroundReader(ReadGate(name_of), lambda expert: deferred.fill(name_of[expert]), threads)
 
 
 def _announce_compilation() -> None:

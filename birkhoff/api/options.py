@@ -33,6 +33,7 @@ OWN_ONLY = (
     "gpu_memory",
     "expert_counts",
     "experts_on",
+    "background_experts",
     "prefix_cache",
     "speculative",
     "context_root",
@@ -57,6 +58,7 @@ class EngineKwargs(TypedDict, total=False):
     gpu_memory: str | int | None
     expert_counts: str | Path | None
     experts_on: str
+    background_experts: bool
     max_requests: int
     max_batch_tokens: int
     max_context: int | None
@@ -117,6 +119,11 @@ class EngineOptions:
         "gpu",
         "Where decode steps compute experts that are not on the GPU: gpu (read over the bus), cpu (beside the GPU), or "
         "auto (what is measured to be faster at load).",
+    )
+    background_experts: bool = option(
+        False,
+        "Serve while experts in host memory are still being read; a request waits for those that it needs.",
+        "off",
     )
     max_requests: int = option(8, "Requests that run at once.")
     max_batch_tokens: int = option(2048, "Maximum tokens computed in one step; more than max_requests.")
@@ -203,6 +210,12 @@ class EngineOptions:
         object.__setattr__(self, "vllm", _engine_arguments(self.vllm))
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("download", self.download)
+        check_bool("background_experts", self.background_experts)
+        if self.background_experts and (self.experts_on != "gpu" or self.context_root is not None):
+            raise OptionError(
+                "background_experts is on together with experts_on or context_root, which need all experts at load. "
+                "Leave one of them out."
+            )
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
             raise OptionError(
                 f"revision is {quoted(self.revision)}, expected a branch, tag or commit, or None."

@@ -52,7 +52,7 @@ def bench_load(model: str, device: str, rounds: int = 2, max_requests: int = 8) 
         nbytes, seconds = read_rate(checkpoint.files, threads)
         yield common | {
             "kind": "read, first" if number == 0 else "read",
-            "threads": threads,
+            "readers": threads,
             "bytes": nbytes,
             "seconds": significant(seconds),
             "gb_per_s": significant(nbytes / seconds / 1e9),

@@ -32,7 +32,8 @@ from birkhoff.kernels.packed import native
 from birkhoff.kernels.select import Choice
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.transformer import Transformer
-from birkhoff.offload.expert_store import ExpertId, ExpertStore
+from birkhoff.offload.expert_layout import ExpertId
+from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
 from birkhoff.offload.host_experts import measure_rates
 from birkhoff.offload.placement import Placement

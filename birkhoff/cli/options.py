@@ -74,6 +74,7 @@ ENGINE = (
             ("gpu_memory", str),
             ("expert_counts", str),
             ("experts_on", str),
+            ("background_experts", bool),
             ("max_context", int),
             ("cache_bytes", int),
             ("max_batch_tokens", int),

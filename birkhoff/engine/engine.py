@@ -37,6 +37,7 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement
+from birkhoff.offload.read_gate import BackgroundReader
 
 
 class EngineCore(RequestLoop):
@@ -80,6 +81,7 @@ class EngineCore(RequestLoop):
         self._run_ahead: RunAhead | None = None
         self._launched: LaunchedStep | None = None  # runs on the device; its tokens have not been read
         self._own: Runner | None = None  # the runner, if the model is ours
+        self._reader: BackgroundReader | None = None  # reads experts while requests are served
         if runner is None:
             assert isinstance(model, Transformer), "a model that is not ours has a runner"
             runner = self._own = self._make_runner(
@@ -147,6 +149,13 @@ class EngineCore(RequestLoop):
             chain = None if self.speculator is None else self.speculator.chain
             return warm_up(runner.model, runner.state, runner.graphs, budget, progress, chain)
 
+    def read_experts_in_background(self, reader: BackgroundReader) -> None:
+        """Serve while `reader` reads experts in host memory: steps wait for those they need, and decode steps run
+        without graphs until all are there. Called after `warm_up`, before the first request."""
+        assert self.placement is not None and self._own is not None
+        self._reader = reader
+        self.placement.store.read_gate = self._own.read_gate = reader.gate
+
     def submit(self, *requests: Request) -> None:
         """Queue all requests of one call; raises when one of them can never run, and queues none.
 
@@ -213,6 +222,9 @@ class EngineCore(RequestLoop):
                     request.finish("error", error=error)
                     self.scheduler.release(request)
         except BaseException:  # an interrupt: the caches may hold half a step
+            for request in requests:
+                if request.plan is not None:  # rows of a token that was never read
+                    request.plan.settle(request.num_tokens)
             self.scheduler.recompute(requests)
             raise
 
@@ -242,6 +254,8 @@ class EngineCore(RequestLoop):
             if self.scheduler.prefix is not None:
                 self.scheduler.prefix.close()
         self.runner.close()
+        if self._reader is not None:
+            self._reader.close()
         if self.placement is not None:
             self.placement.close()
 

@@ -4,8 +4,10 @@ The tokens sampled by a step stay on the device and are the inputs of the next o
 tokens of the step before, detokenizes and delivers them. A request that turns out to have ended was computed one token
 too far: that token is discarded like a rejected draft token, which is why the state can step back by one.
 
-A step runs ahead only if the host decides nothing between two steps: no captures or edits, no token mask, no penalties,
-no free slot for a waiting request, and pages without preemption. Otherwise the results are read first.
+A step runs ahead only if the host decides nothing between two steps: no token mask, no penalties, no free slot for a
+waiting request, pages without preemption, and edits and captures that do not depend on the tokens. Otherwise the
+results are read first. Captured rows are delivered after the following step was launched; by then the host knows their
+tokens. The row of a token that was computed too far is discarded with it.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class RunAhead:
             tokens = step.sample.select(rows)
         positions = [step.positions[row] + 1 for row in rows]
         logits = self.runner.replay_ahead(requests, positions, tokens)
+        if logits is None:
+            return None
         self.steps += 1
         return LaunchedStep(requests, positions, self.sampler.launch(requests, [logits], ahead=1))
 
@@ -94,5 +98,6 @@ class RunAhead:
         return controller is None or not (controller.should_draft(count) or controller.in_trial(count))
 
     def _independent(self, request: Request) -> bool:
-        idle = request.plan is None or request.plan.idle_after_prompt
-        return idle and self.sampler.samples_on_device(request)
+        plan = request.plan
+        free = plan is None or plan.idle_after_prompt or plan.runs_ahead
+        return free and self.sampler.samples_on_device(request)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.scheduler import ScheduledChunk
 from birkhoff.engine.speculation import Speculator
-from birkhoff.hooks.batch_tap import BatchTap
+from birkhoff.hooks.batch_tap import BatchTap, RowObserver
 from birkhoff.hooks.graph_tap import GraphPlan
 from birkhoff.hooks.plan import Span
 from birkhoff.hooks.step_hooks import StepHooks
@@ -34,6 +34,7 @@ from birkhoff.kernels.row_index import to_device
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.read_gate import ReadGate
 
 SPLIT_ROWS = 4  # minimum rows of a step that is split into two threads
 
@@ -67,6 +68,7 @@ class Runner:
         self.prefix: PrefixCache | None = None
         self.speculator: Speculator | None = None
         self.graphs: CudaGraphs | None = None  # on a GPU, for decode steps
+        self.read_gate: ReadGate | None = None  # while experts are being read: graphs would not wait for them
         self.boundary_snapshots: dict[
             Request, list[Snapshot]
         ] = {}  # taken by the last step at page boundaries
@@ -109,15 +111,33 @@ class Runner:
     @torch.inference_mode()
     def replay_ahead(
         self, requests: Sequence[Request], positions: Sequence[int], tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """Launch a decode step whose token ids [n] are on the device -> logits [n, vocab]."""
+    ) -> torch.Tensor | None:
+        """Launch a decode step whose token ids [n] are on the device -> logits [n, vocab]; None if what is captured or
+        edited depends on the tokens, or if a graph cannot run it."""
         assert self.graphs is not None
         for request in requests:
             self._update_page_table(request)
         self.boundary_snapshots.clear()
         slots: list[int] = [request.slot for request in requests]  # type: ignore[misc]
-        logits, _ = self.graphs.step(tokens, positions, slots)
-        self.hooks[0].deliver_copied()
+        spans = [
+            Span(request.plan, row, position, _NextToken(request, position), len(request.prompt_ids))
+            for row, (request, position) in enumerate(zip(requests, positions))
+            if request.plan is not None
+        ]
+        hooks = self.hooks[0]
+        try:
+            tap = hooks.begin(spans, len(requests))
+            plan = None if tap is None else self.graphs.plan(tap)
+            if tap is not None and plan is None:
+                raise _TokenUnread
+            logits, _ = self.graphs.step(tokens, positions, slots, tap, plan)
+        except _TokenUnread:
+            hooks.fail()
+            return None
+        except BaseException:
+            hooks.fail()
+            raise
+        hooks.end((), self._row_observer(requests))
         return logits
 
     def _forward_parts(
@@ -175,17 +195,19 @@ class Runner:
         except BaseException:
             hooks.fail()
             raise
-        requests = {
-            chunk.request.plan: chunk.request
-            for chunk in chunks
-            if chunk.request.plan is not None and chunk.request.plan.jobs
-        }
-        observer = self.prefix.row_observer(requests) if self.prefix is not None and requests else None
+        observer = self._row_observer([chunk.request for chunk in chunks])
         drafted = [
             chunk.request.plan for chunk in chunks if chunk.draft_tokens and chunk.request.plan is not None
         ]
         hooks.end(drafted, observer)
         return outputs
+
+    def _row_observer(self, requests: Sequence[Request]) -> RowObserver | None:
+        """Keeps the captured rows of these requests in the prefix cache."""
+        watched = {
+            request.plan: request for request in requests if request.plan is not None and request.plan.jobs
+        }
+        return self.prefix.row_observer(watched) if self.prefix is not None and watched else None
 
     def _compute(self, chunks: Sequence[ScheduledChunk], hooks: StepHooks) -> list[ModelOutput | None]:
         if self.graphs is not None and self._can_replay(chunks):
@@ -217,6 +239,8 @@ class Runner:
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether a CUDA graph can run the step: one token and its draft tokens per request, no ragged sites."""
+        if self.read_gate is not None and not self.read_gate.complete:
+            return False
         single = all(chunk.stop - chunk.start == 1 and not _is_ragged(chunk.request) for chunk in chunks)
         return single and self.graphs is not None and self.graphs.fits(sum(map(_num_rows, chunks)))
 
@@ -242,6 +266,33 @@ class Runner:
             ModelOutput(*own_rows) if chunk.samples else None
             for chunk, own_rows in zip(chunks, zip(logits.split(counts), streams.split(counts)))
         ]
+
+
+class _TokenUnread(Exception):
+    """A token was asked for that is still on the device, or a step cannot be launched without it."""
+
+
+class _NextToken(Sequence[int]):
+    """The token of a request at a position, as the only element; it can be read once its step was committed."""
+
+    def __init__(self, request: Request, position: int):
+        self._request = request
+        self._index = position - len(request.prompt_ids)
+
+    def __len__(self) -> int:
+        return 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        output_ids = self._request.output_ids
+        if self._index >= len(output_ids):
+            raise _TokenUnread
+        return [output_ids[self._index]][index]
 
 
 def _is_ragged(request: Request) -> bool:

@@ -184,6 +184,12 @@ class Plan:
         return not self.jobs and self.on_generated == ()
 
     @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether a generated token can be computed before the host knows it: what is edited is the same for all of
+        them. Jobs may still select tokens by their ids."""
+        return self.on_generated is not None and not self.by_position and not self.ragged_after_prompt
+
+    @cached_property
     def prefill_digest(self) -> bytes | None:
         """128-bit digest of the edits of prompt tokens; None if there are none."""
         return combine(part for edit in self.edits for part in edit.digest_parts("prefill"))

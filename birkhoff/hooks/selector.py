@@ -21,6 +21,7 @@ from birkhoff.hooks.positions import Positions, Side
 _NONE, _FIRST = np.empty(0, np.int64), np.zeros(1, np.int64)
 _NONE.setflags(write=False)
 _FIRST.setflags(write=False)
+NO_TOKEN = -1  # an id that no token has
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +170,8 @@ class PositionSelector:
         if not early and not late:
             return _NONE
         if stop - start == 1:
-            return _FIRST if self.wants(start, token_ids[0]) else _NONE
+            token_id = NO_TOKEN if self.exact else token_ids[0]  # it may not be known yet
+            return _FIRST if self.wants(start, token_id) else _NONE
         selected = prompt.positions(start, stop, start, token_ids) if early and prompt is not None else _NONE
         if late and generated is not None:
             later = generated.positions(start, stop, start, token_ids)

@@ -26,6 +26,7 @@ from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, Tap
 
 _NO_TAP = NoTap()
+ALL = 1 << 62  # a position after all others
 
 
 class StepHooks:
@@ -79,11 +80,12 @@ class StepHooks:
         self.deliver_copied()
         for span in spans:
             if span.plan in drafted:
-                span.plan.withheld = _after_verification(span, tap, observer)
+                span.plan.withheld = _until(span, tap, observer)
         if tap is not None and tap.is_pending:
-            for plan in dict.fromkeys(request.span.plan for request in tap.requests):
-                if plan not in drafted:
-                    plan.withheld = _after_copy(plan, tap, observer)
+            for request in tap.requests:
+                plan = request.span.plan
+                if plan not in drafted and plan not in self._copying:
+                    plan.withheld = _until(request.span, tap, observer)
                     self._copying.append(plan)
         elif tap is not None:
             tap.deliver(drafted, observer)
@@ -93,7 +95,7 @@ class StepHooks:
         copying = self._copying
         self._copying = []
         for plan in copying:
-            plan.settle(0)  # none of them had draft tokens: all rows are kept
+            plan.settle(ALL)  # none of them had draft tokens
 
     def settle(self, plan: Plan, stop: int) -> None:
         """Deliver the withheld rows of a plan: tokens before position `stop` are kept, the others were rejected."""
@@ -113,13 +115,8 @@ class StepHooks:
         self._tap, self._spans, self._delivered = None, (), []
 
 
-def _after_copy(plan: Plan, tap: BatchTap, observer: RowObserver | None) -> Callable[[int], None]:
-    return lambda stop: tap.deliver_plan(plan, None, observer)
-
-
-def _after_verification(
-    span: Span, tap: BatchTap | None, observer: RowObserver | None
-) -> Callable[[int], None]:
+def _until(span: Span, tap: BatchTap | None, observer: RowObserver | None) -> Callable[[int], None]:
+    """Delivers the rows of a span before the position it is called with; the tokens from there on were rejected."""
     plan = span.plan
 
     def deliver(stop: int) -> None:

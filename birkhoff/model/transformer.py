@@ -137,6 +137,17 @@ class Transformer(nn.Module):
         for layer, stack in enumerate(self.expert_stacks()):
             stack.move_to_store(store, layer)
 
+    def cold_expert_names(self) -> dict[str, tuple[int, int]]:
+        """The experts of the layers whose home in the store is host memory, by the names of their tensors up to the
+        matrix."""
+        names = {}
+        for prefix, stack in self.named_expert_stacks():
+            store = stack.store
+            for expert in range(stack.count) if store is not None and prefix.startswith("layers.") else ():
+                if store is not None and store.is_cold((stack.layer, expert)):
+                    names[f"{prefix}.{expert}"] = (stack.layer, expert)
+        return names
+
     def stored_expert_types(self) -> list[tuple[PackedType, PackedType]]:
         """The types of gate and up, and of down, by layer of the expert store."""
         types = {stack.layer: stack.types for stack in self.expert_stacks() if stack.types is not None}

@@ -18,6 +18,7 @@ from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 
 PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")  # in the order of a kernel's table of addresses
 ALIGNMENT = 256
+ExpertId = tuple[int, int]  # layer, index in the layer
 _CODE_DTYPES = {"FP4": torch.int8, "FP8": torch.float8_e4m3fn}  # of other types: uint8
 
 

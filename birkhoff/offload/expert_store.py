@@ -29,9 +29,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from birkhoff.offload.copy_stream import HostCopy, copy_stream_for
-from birkhoff.offload.expert_layout import PackedExpertLayout
+from birkhoff.offload.expert_layout import ExpertId, PackedExpertLayout
+from birkhoff.offload.read_gate import ReadGate
 
-ExpertId = tuple[int, int]  # layer, index in the layer
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -113,6 +113,7 @@ class ExpertStore:
         self._swaps: list[_Swap] = []
         self._moving: set[ExpertId] = set()
         self.lock = threading.RLock()
+        self.read_gate: ReadGate | None = None  # while cold experts are still being read from the files
         self._write_table(self._homes)
 
     # Locations
@@ -127,8 +128,17 @@ class ExpertStore:
     def any_cold(self, layer: int) -> bool:
         return any(self.is_cold((layer, index)) for index in range(self.experts))
 
+    def wait_until_read(self, layer: int, experts: Iterable[int]) -> None:
+        """Wait until these experts of a layer were read from the files; returns at once after loading."""
+        gate = self.read_gate
+        if gate is not None:
+            gate.wait([(layer, index) for index in experts])
+            if gate.complete:
+                self.read_gate = None
+
     def home_parts(self, expert: ExpertId) -> tuple[Any, ...]:
         """The four matrices of an expert at its home; None for scales that are part of the codes."""
+        self.wait_until_read(expert[0], expert[1:])
         on_device, slot = self._homes[expert]
         return self.layouts[expert[0]].parts((self.slots if on_device else self.host_slots)[slot])
 
@@ -168,7 +178,8 @@ class ExpertStore:
         assert self.is_cold(arriving) and not self.is_cold(leaving), (arriving, leaving)
         cached = self._cached.get(arriving)
         if (
-            arriving in self._moving
+            (self.read_gate is not None and not self.read_gate.complete)
+            or arriving in self._moving
             or leaving in self._moving
             or not self._host_free
             or (cached is not None and cached.refcount)
@@ -230,6 +241,11 @@ class ExpertStore:
             slot = self._take_slot()
             if slot is None:
                 return None
+            try:
+                self.wait_until_read(expert[0], expert[1:])
+            except BaseException:
+                self._free.append(slot)
+                raise
             self.copy_stream.copy(self.slots[slot], self.host_slots[self._homes[expert][1]])
             cached = self._cached[expert] = CachedExpert(expert, slot, self.copy_stream.record_event())
         self._cached.move_to_end(expert)

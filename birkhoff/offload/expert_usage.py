@@ -22,7 +22,7 @@ import torch
 
 from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import CountsFileError
-from birkhoff.offload.expert_store import ExpertId
+from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.small_file import read_json
 
 HALF_LIFE = 20_000  # steps

@@ -21,8 +21,8 @@ import torch
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.packed import PackedType
 from birkhoff.kernels.packed.native import ExpertJob, HostedExperts
-from birkhoff.offload.expert_layout import matrices_of
-from birkhoff.offload.expert_store import ExpertId, ExpertStore
+from birkhoff.offload.expert_layout import ExpertId, matrices_of
+from birkhoff.offload.expert_store import ExpertStore
 
 MEASURED_EXPERTS = 8  # per round
 ROUNDS = 3

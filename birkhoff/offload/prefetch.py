@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from birkhoff.offload.expert_store import CachedExpert, ExpertId, ExpertStore
+from birkhoff.offload.expert_layout import ExpertId
+from birkhoff.offload.expert_store import CachedExpert, ExpertStore
 
 
 class ExpertPrefetch:
@@ -69,6 +70,7 @@ class ExpertPrefetch:
             self._acquire(group)  # those that found no slot before
             self._acquire(following)
             copies = [self._copies.pop(index) for index in group if index in self._copies]
+            self.store.wait_until_read(self.layer, group)  # those without a slot are read at home
             self.store.wait(copies)
             try:
                 yield group, table

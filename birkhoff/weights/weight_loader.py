@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,6 +78,24 @@ class LoadReport:
     seconds: float
     skipped: int
     notices: tuple[str, ...]
+    deferred: DeferredLoad | None = None
+
+
+class DeferredLoad:
+    """What `load_into` left out: the checked destinations of experts, by the names before their matrices'."""
+
+    def __init__(self, groups: dict[str, list[_Step]], checkpoint: Checkpoint):
+        self._groups = groups
+        self._checkpoint = checkpoint
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def fill(self, group: str) -> None:
+        """Fill the destinations of one expert."""
+        with torch.no_grad():
+            for destination, _ in self._groups[group]:
+                _FILL[destination.kind](destination, self._checkpoint)
 
 
 def load_into(
@@ -85,14 +103,22 @@ def load_into(
     checkpoint: Checkpoint,
     *,
     skip: tuple[str, ...] = (),
+    later: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fill every destination. Stored names that start with a prefix in `skip` may stay unused; any other raises.
 
+    Experts in `later`, named as `layers.3.ffn.experts.17`, are checked and left to the caller, in `deferred`.
+
     `progress` is called with (bytes read, total bytes) at the start and after each tensor or block of the files.
     """
     began = time.perf_counter()
-    plan, skipped = _plan(list(destinations), checkpoint, skip)
+    whole, skipped = _plan(list(destinations), checkpoint, skip)
+    plan: list[_Step] = []
+    groups: dict[str, list[_Step]] = {}
+    for step in whole:
+        name = step[0].name.rsplit(".", 2)[0]
+        (groups.setdefault(name, []) if name in later else plan).append(step)
     total = sum(checkpoint[name].nbytes for _, names in plan for name in names)
     done = 0
     if progress is not None:
@@ -103,7 +129,8 @@ def load_into(
             progress(done, total)
     resident = sum(destination.tensor.nbytes for destination, _ in plan)
     seconds = time.perf_counter() - began
-    return LoadReport(len(plan), total, resident, seconds, skipped, tuple(checkpoint.notices))
+    deferred = DeferredLoad(groups, checkpoint) if groups else None
+    return LoadReport(len(plan), total, resident, seconds, skipped, tuple(checkpoint.notices), deferred)
 
 
 def _fill(plan: Sequence[_Step], checkpoint: Checkpoint) -> Iterator[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+
 import pytest
 import torch
 
@@ -11,11 +14,14 @@ from birkhoff.api.place_experts import place_experts
 from birkhoff.convert.presets import preset
 from birkhoff.convert.synth import synth
 from birkhoff.engine.memory_plan import MemoryBudget, plan_budget
-from birkhoff.errors import CapacityError, CountsFileError, OptionError
+from birkhoff.errors import CapacityError, CountsFileError, OptionError, TensorValue
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_usage import ExpertCounts
+from birkhoff.offload.read_gate import BackgroundReader, ReadGate
+from birkhoff.weights import load_into, open_checkpoint
 from tests.sizes import scaled
+from tests.weights.files import edit
 
 GIB = 2**30
 
@@ -194,3 +200,83 @@ def test_the_number_of_experts_follows_the_memory():
         last = budget.hot
     else:
         raise AssertionError("the largest device holds everything")
+
+
+def test_experts_read_in_the_background_give_the_same_answer(path, answer, capsys):
+    with engine(path, experts=0.5, background_experts=True) as opened:
+        assert "4 experts in host memory are read in the background" in capsys.readouterr().err
+        output = opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+        assert nearly_equal(output, answer)
+
+
+def nearly_equal(output, expected) -> bool:
+    """The same tokens; probabilities are rounded differently by steps that run before all experts are there."""
+    pairs = zip(output.logprobs, expected.logprobs, strict=True)
+    return output.token_ids == expected.token_ids and all(
+        abs(one.logprob - other.logprob) < 1e-4 for one, other in pairs
+    )
+
+
+def test_a_request_waits_for_the_experts_that_it_needs_and_for_no_other(path, answer):
+    """The test reads the experts itself, only those that a step waits for."""
+    with engine(path, experts="host") as opened:
+        core, network = opened._core, opened.model
+        names = network.cold_expert_names()
+        name_of = {expert: name for name, expert in names.items()}
+        stored = {
+            expert: [part.clone() for part in network.expert_stacks()[0].stored_parts(expert[1])]
+            for expert in name_of
+        }
+        for expert in name_of:
+            for part in core.placement.store.home_parts(expert):
+                part.view(torch.uint8).fill_(0xFF)  # not read yet
+        checkpoint = open_checkpoint(path)
+        destinations = [d for d in network.destinations() if d.name.rsplit(".", 2)[0] in names]
+        report = load_into(destinations, checkpoint, skip=tuple(checkpoint), later=set(names))
+        assert report.tensors == 0 and len(report.deferred) == 8
+        gate = ReadGate(name_of)
+        core.read_experts_in_background(BackgroundReader(gate, lambda expert: None, 0))
+        outputs: list = []
+        caller = threading.Thread(
+            target=lambda: outputs.append(
+                opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+            )
+        )
+        caller.start()
+        read = []
+        while caller.is_alive():
+            if gate.wanted:  # nothing else is read
+                expert = gate.take()
+                report.deferred.fill(name_of[expert])
+                read.append(expert)
+                gate.done(expert)
+            caller.join(0.001)
+        (output,) = outputs
+        assert nearly_equal(output, answer)
+        assert 2 <= len(read) < 8 and gate.num_unread == 8 - len(read), "the others were not needed"
+        for expert in read:
+            for part, before in zip(network.expert_stacks()[0].stored_parts(expert[1]), stored[expert]):
+                assert torch.equal(part.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_a_damaged_expert_fails_the_requests_that_need_it_and_no_load(path, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(path, broken)
+    with engine(path, experts="host") as opened:
+        names = sorted(opened.model.cold_expert_names())
+
+    def damage(tensors):
+        for name in names:
+            tensors[f"{name}.w1.scale"].view(torch.uint8).fill_(255)
+
+    edit(broken, damage)
+    with engine(broken, experts="host", background_experts=True) as opened:
+        output = opened.generate(PROMPT, temperature=0, max_tokens=1)
+        assert output.finish_reason == "error" and isinstance(output.error, TensorValue)
+        assert ".w1.scale[" in str(output.error) and "is NaN" in str(output.error)
+
+
+@pytest.mark.parametrize("options", [{"experts_on": "auto"}, {"context_root": "/tmp"}])
+def test_what_needs_all_experts_at_load_excludes_reading_them_later(options):
+    with pytest.raises(OptionError, match="need all experts at load"):
+        birkhoff.EngineOptions(background_experts=True, **options)

@@ -8,6 +8,9 @@ import torch
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.plan import Plan
+from tests.hooks.test_vector_table import vector
 from tests.interpreter import DEVICE, packed_model
 from tests.model.test_prefill import with_kernels
 from tests.models import variant
@@ -153,3 +156,133 @@ def test_plain_steps_of_an_engine_that_could_draft_run_ahead():
     assert run(core, [request(5, 6), request(11, 5)]) == expected
     assert core._run_ahead.steps >= 3 and core.drafted == 0
     assert controller._bucket(2)._steps_in_mode >= 3, "plain steps count towards the next trial"
+
+
+class Rows:
+    """A job that keeps what it is given: (position, token id) and the row of each site."""
+
+    after = False
+
+    def __init__(self, tokens: frozenset[int] | None = None):
+        self.keys = [("mlp_out", 0), ("mhc_streams_final", 0)]
+        self.tokens = tokens  # the ids that are captured; None for all
+        self.labels: list[tuple[int, int]] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def offsets(self, start, token_ids, prompt_len):
+        if self.tokens is None:
+            return range(len(token_ids))
+        return [offset for offset, token in enumerate(token_ids) if int(token) in self.tokens]
+
+    def open(self):
+        pass
+
+    def deliver(self, rows):
+        if rows.hook == "mlp_out":
+            self.labels += zip(rows.positions, rows.token_ids)
+        self.tensors.append(rows.tensor)
+
+    def close(self, finish_reason, num_tokens):
+        self.closed = (finish_reason, num_tokens)
+
+
+class Added:
+    """An addition to every token, or to the generated ones that are `even`."""
+
+    def __init__(self, seed: int, even: bool = False):
+        self.sites = {("mlp_out", 0): SiteEdit("add", vector(SMALL.hidden_size, seed, 0.3))}
+        self.generated = None if even else True
+
+    def offsets(self, start, token_ids, prompt_len):
+        if self.generated:
+            return range(len(token_ids))
+        return [offset for offset in range(len(token_ids)) if (start + offset) % 2 == 0]
+
+    def digest_parts(self, phase):
+        return ()
+
+
+def watched(first: int, tokens: int, plan: Plan | None, eos: frozenset[int] = frozenset()) -> Request:
+    made = request(first, tokens, eos)
+    made.plan = plan
+    return made
+
+
+def watched_traffic(eos: frozenset[int] = frozenset()) -> list[Request]:
+    """Captured, steered, both, and plain requests side by side, more than there are slots."""
+    return [
+        watched(5, scaled(8, 5), Plan(jobs=(Rows(),)), eos),
+        watched(14, scaled(7, 5), Plan(edits=(Added(3),)), eos),
+        watched(23, scaled(8, 5), Plan(jobs=(Rows(),), edits=(Added(4),)), eos),
+        watched(32, 3, None, eos),
+    ]
+
+
+def results(requests: list[Request]):
+    """What a caller sees of captures and edits."""
+    seen = []
+    for each in requests:
+        jobs = [] if each.plan is None else each.plan.jobs
+        seen.append(
+            (
+                each.finish_reason,
+                sorted(each.plan.steered) if each.plan is not None else None,
+                [(job.labels, job.closed) for job in jobs],
+            )
+        )
+    return seen
+
+
+def test_captured_and_steered_requests_run_ahead_with_the_same_rows(model):
+    free = run(make_core(model, ahead=False), watched_traffic())
+    eos = frozenset({free[0][2], free[1][3]})
+    plain, ahead = watched_traffic(eos), watched_traffic(eos)
+    expected = run(make_core(model, ahead=False), plain)
+    core = make_core(model)
+    assert run(core, ahead) == expected
+    assert core._run_ahead is not None and core._run_ahead.steps >= 2
+    assert results(ahead) == results(plain)
+    for ours, theirs in zip(ahead, plain):
+        for job, other in zip(ours.plan.jobs if ours.plan else (), theirs.plan.jobs if theirs.plan else ()):
+            assert [position for position, _ in job.labels] == list(range(ours.num_tokens - 1))
+            assert torch.equal(
+                torch.cat([rows.flatten() for rows in job.tensors]),
+                torch.cat([rows.flatten() for rows in other.tensors]),
+            )
+    assert "stop" in [each.finish_reason for each in ahead]
+
+
+@pytest.mark.parametrize("what", ["captured by id", "edited at even positions"])
+def test_what_depends_on_the_token_or_its_position_waits_for_it(model, what):
+    def make() -> list[Request]:
+        by_id = what == "captured by id"
+        plan = Plan(jobs=(Rows(frozenset(range(400))),)) if by_id else Plan(edits=(Added(5, even=True),))
+        return [watched(5, 4, plan)]
+
+    plain, ahead = make(), make()
+    expected = run(make_core(model, ahead=False), plain)
+    core = make_core(model)
+    assert run(core, ahead) == expected and results(ahead) == results(plain)
+    assert core._run_ahead is not None and core._run_ahead.steps == 0
+
+
+def test_an_interrupt_delivers_no_row_of_a_token_that_was_never_read(model, monkeypatch):
+    plain = [watched(5, 5, Plan(jobs=(Rows(),)))]
+    expected = run(make_core(model, ahead=False), plain)
+    core = make_core(model)
+    one = watched(5, 5, Plan(jobs=(Rows(),)))
+    core.submit(one)
+    while core._run_ahead.steps < 2:
+        core.step()
+    commit = core._commit_launched
+
+    def stop(step) -> None:
+        monkeypatch.setattr(core, "_commit_launched", commit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core, "_commit_launched", stop)
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    while core.step():
+        pass
+    assert [one.output_ids] == expected and results([one]) == results(plain)

@@ -342,7 +342,8 @@ def test_rows_are_delivered_during_the_next_step_and_before_a_request_ends(model
     core.step()
     assert job.positions == other.positions == [0, 1, 2]
     core.cancel(left)
-    assert other.positions == [0, 1, 2, 3] and other.at_close == ("cancelled", 4)
+    computed = left.num_tokens - 1  # a step that was launched too far is discarded
+    assert other.positions == list(range(computed)) and other.at_close == ("cancelled", computed)
     while core.step():
         pass
     assert job.positions == [0, 1, 2, 3, 4, 5] and job.at_close == ("length", 6)

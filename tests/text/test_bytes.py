@@ -6,6 +6,7 @@ import tokenizers
 from birkhoff.errors import OptionError
 from birkhoff.text.bytes import MIN_VOCAB_SIZE, byte_alphabet, byte_tokenizer_json, tokenizer_json
 from birkhoff.text.markers import BOS, DSML, EOS, PAD, PLAIN_MARKERS, USER
+from birkhoff.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, MIN_VOCAB_SIZE + 1, 512, 4096])
@@ -53,3 +54,8 @@ def test_the_assembler_refuses_holes_doubles_and_markers():
             tokenizer_json(tokens, ())
     with pytest.raises(OptionError, match="need 304 ids"):
         tokenizer_json(alphabet, (), vocab_size=300)
+
+
+def test_a_tokenizer_as_large_as_that_of_v4_can_be_opened():
+    opened = Tokenizer.from_json(byte_tokenizer_json(129_280))
+    assert opened.vocab_size == 129_280 and opened.decode(opened.encode("fox ß")) == "fox ß"

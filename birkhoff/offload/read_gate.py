@@ -1,0 +1,110 @@
+"""Which experts of a store were read from the files, while other threads still read the rest.
+
+An engine whose cold experts are read in the background computes with those that are there; whoever needs one that is
+not waits for that one (`ReadGate.wait`), and it is read next. Nothing that moves or replays experts without asking may
+run before all are there (`ReadGate.complete`)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from birkhoff.offload.expert_layout import ExpertId
+
+
+class ReadGate:
+    """`experts` are still to be read, in this order unless somebody waits."""
+
+    def __init__(self, experts: Iterable[ExpertId]):
+        self._unread = dict.fromkeys(experts)  # in order; includes those being read
+        self._queue = deque(self._unread)
+        self._wanted: deque[ExpertId] = deque()
+        self._taken: set[ExpertId] = set()
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._closed = False
+
+    @property
+    def complete(self) -> bool:
+        return not self._unread
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    @property
+    def wanted(self) -> tuple[ExpertId, ...]:
+        """Experts that somebody waits for and nobody reads yet."""
+        with self._changed:
+            return tuple(self._wanted)
+
+    def wait(self, experts: Sequence[ExpertId]) -> None:
+        """Return once these experts were read; raises the error that ended reading."""
+        if not self._unread:
+            return
+        with self._changed:
+            missing = [expert for expert in experts if expert in self._unread]
+            self._wanted.extend(expert for expert in missing if expert not in self._taken)
+            self._changed.notify_all()
+            while any(expert in self._unread for expert in missing):
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+
+    def take(self) -> ExpertId | None:
+        """The expert to read next, for a reading thread; None if there is none left."""
+        with self._changed:
+            for queue in (self._wanted, self._queue):
+                while queue and not self._closed:
+                    expert = queue.popleft()
+                    if expert not in self._taken:
+                        self._taken.add(expert)
+                        return expert
+            return None
+
+    def done(self, expert: ExpertId) -> None:
+        """An expert that was taken is complete."""
+        with self._changed:
+            del self._unread[expert]
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Reading has failed: everybody who waits for an unread expert gets the error."""
+        with self._changed:
+            self._error, self._closed = error, True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more experts."""
+        with self._changed:
+            self._closed = True
+
+
+class BackgroundReader:
+    """Threads that read the experts of a gate; `read` fills one of them."""
+
+    def __init__(self, gate: ReadGate, read: Callable[[ExpertId], None], threads: int):
+        self.gate = gate
+        self._read = read
+        self._threads = [
+            threading.Thread(target=self._run, name=f"birkhoff-read-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (expert := self.gate.take()) is not None:
+            try:
+                self._read(expert)
+            except Exception as error:
+                self.gate.fail(error)
+                return
+            self.gate.done(expert)
+
+    def close(self) -> None:
+        """Stop after the experts that are being read."""
+        self.gate.close()
+        for thread in self._threads:
+            thread.join()

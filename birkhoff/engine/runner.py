@@ -137,7 +137,7 @@ class Runner:
         except BaseException:
             hooks.fail()
             raise
-        hooks.end((), self._row_observer(requests))
+        hooks.end((), self._row_observer(requests), ahead=True)
         return logits
 
     def _forward_parts(

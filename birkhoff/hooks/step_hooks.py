@@ -70,8 +70,11 @@ class StepHooks:
         """Capture and edit the tensor of a site; returns `x` itself if nothing changes."""
         return x if self._tap is None else self._tap.at(layer)(site, x)
 
-    def end(self, drafted: Collection[Plan] = (), observer: RowObserver | None = None) -> None:
-        """Deliver the rows of the step, except those of `drafted` plans: some of their tokens may be rejected.
+    def end(
+        self, drafted: Collection[Plan] = (), observer: RowObserver | None = None, ahead: bool = False
+    ) -> None:
+        """Deliver the rows of the step, except those of `drafted` plans: some of their tokens may be rejected, as may
+        all tokens of a step that runs `ahead` of what is known.
 
         `observer` is called with rows before their jobs are. Rows that a recorded step is still copying are delivered
         by the next `end`, after the next step was launched."""
@@ -85,7 +88,8 @@ class StepHooks:
             for request in tap.requests:
                 plan = request.span.plan
                 if plan not in drafted and plan not in self._copying:
-                    plan.withheld = _until(request.span, tap, observer)
+                    rest = _until(request.span, tap, observer) if ahead else _all(plan, tap, observer)
+                    plan.withheld = rest
                     self._copying.append(plan)
         elif tap is not None:
             tap.deliver(drafted, observer)
@@ -113,6 +117,11 @@ class StepHooks:
 
     def _clear(self) -> None:
         self._tap, self._spans, self._delivered = None, (), []
+
+
+def _all(plan: Plan, tap: BatchTap, observer: RowObserver | None) -> Callable[[int], None]:
+    """Delivers all rows of a plan: its tokens were known when the step began."""
+    return lambda stop: tap.deliver_plan(plan, None, observer)
 
 
 def _until(span: Span, tap: BatchTap | None, observer: RowObserver | None) -> Callable[[int], None]:

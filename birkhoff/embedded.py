@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "models"
-VECTORS, DICTIONARY = "vectors", "sae"
+VECTORS, DICTIONARY, CROSSCODERS = "vectors", "sae", "crosscoders"
 
 
 def shipped_vectors(model: object) -> dict[str, Path]:
@@ -24,6 +24,14 @@ def shipped_dictionary(model: object) -> Path | None:
     """The directory of an embedded model's SAE, or None."""
     folder = _embedded(model)
     return None if folder is None or not (folder / DICTIONARY).is_dir() else folder / DICTIONARY
+
+
+def shipped_crosscoders(model: object) -> dict[str, Path]:
+    """Directories of an embedded model's crosscoders and transcoders, by name; empty for any other model."""
+    folder = _embedded(model)
+    if folder is None or not (folder / CROSSCODERS).is_dir():
+        return {}
+    return {path.name: path for path in sorted((folder / CROSSCODERS).iterdir()) if path.is_dir()}
 
 
 def dictionary_path(name: str | Path) -> Path:

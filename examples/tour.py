@@ -21,11 +21,14 @@ from safetensors.torch import save_file
 
 import birkhoff
 from birkhoff import Add, SaeSet
+from birkhoff.analysis.crosscoder_splice import crosscoder_loss
 from birkhoff.cli.charts import mixing_matrix, sparkline
 from birkhoff.cli.terminal import escape_control
 from birkhoff.convert.synth import synth
+from birkhoff.embedded import shipped_crosscoders
 from birkhoff.errors import CheckpointError
 from birkhoff.output import Output
+from birkhoff.sae.crosscoder import Crosscoder
 from birkhoff.steering.vector_file import SteeringVector
 from birkhoff.trace import Trace
 from birkhoff.weights import inspect_checkpoint, open_checkpoint
@@ -214,8 +217,38 @@ def _end(end: tuple[str, int, int], tokens: list[str]) -> str:
     return f"{place} at {escape_control(tokens[position])!r}"
 
 
+def show_crosscoders(engine: birkhoff.Engine) -> None:
+    """Show where the features of a crosscoder write, and what the model does with a transcoder in place of experts."""
+    shipped = {name: Crosscoder.load(path) for name, path in shipped_crosscoders("nano").items()}
+    if not shipped:
+        return
+    heading("9  Dictionaries over several sites")
+    ids = engine.prompt_ids(SENTENCE)
+    crosscoder, transcoder = shipped["crosscoder"], shipped["transcoder"]
+    trace = engine.trace(ids, [site.hook for site in crosscoder.inputs])
+    active, norms = crosscoder.encode(trace), crosscoder.norms()
+    places = ", ".join(str(site.layer) for site in crosscoder.outputs)
+    console.print(f"A crosscoder: {crosscoder.features} features of the streams entering layers {places}.")
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for column in ("token", "feature", "activation", f"norm written at layers {places}"):
+        table.add_column(column, style="cyan" if column == "token" else "")
+    for token, row in list(zip(ids, active))[-5:]:
+        value, feature = row.max(0)
+        written = "  ".join(f"{norm:.2f}" for norm in norms[feature].tolist())
+        text = escape_control(engine.tokenizer.decode([token]))
+        table.add_row(text, f"#{int(feature)}", f"{float(value):.1f}", written)
+    console.print(table)
+    loss = crosscoder_loss(engine, transcoder, [ids], exclude=ids[:1])
+    layer = transcoder.outputs[0].layer
+    console.print(
+        f"A transcoder: {transcoder.features} features of what enters the experts of layer {layer} give what leaves "
+        f"them.\nLoss of the sentence in nats per token: {loss.plain:.2f}; with the transcoder in place of the experts "
+        f"{loss.spliced:.2f}; with zeros {loss.ablated:.2f}."
+    )
+
+
 def write_files(trace: Trace) -> None:
-    heading("9  Files written")
+    heading("10  Files written")
     OUT.mkdir(parents=True, exist_ok=True)
     kept = {
         f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")
@@ -247,6 +280,7 @@ def main() -> None:
             show_experts(trace, layers)
             if trained:
                 show_circuit(engine)
+                show_crosscoders(engine)
             write_files(trace)
     heading("What to try next")
     if trained:

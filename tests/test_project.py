@@ -240,6 +240,8 @@ def test_the_tour_runs_and_prints_every_section(tmp_path):
         "7  Experts of the last token",
         "8  A circuit: how nano recalls a name",
         "post_attn of layer 6",
+        "9  Dictionaries over several sites",
+        "A transcoder: 512 features",
         "streams.safetensors",
         "What to try next",
     ):

@@ -62,7 +62,7 @@ def train_sae(
         "view": source.view,
         "source": getattr(source, "batch_rows", None),
     }
-    trainer = _restore(out, options, settings) if out is not None else None
+    trainer = restore_trainer(out, options, settings) if out is not None else None
     batches = _repeat(source)
     if trainer is None:
         first = next(batches)
@@ -78,7 +78,7 @@ def train_sae(
         if progress is not None:
             progress(report)
         if out is not None and trainer.done % every == 0 and trainer.done < options.steps:
-            _save_checkpoint(out, trainer, settings)
+            save_checkpoint(out, trainer, settings)
     last_batches = [next(batches) for _ in range(FINISH_BATCHES)]
     metadata = {"training": asdict(options) | {"rows": trainer.rows_seen}}
     sae = trainer.finish(
@@ -104,7 +104,9 @@ def _repeat(source: RowSource) -> Iterator[torch.Tensor]:
             )
 
 
-def _restore(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trainer | None:
+def restore_trainer(
+    out: Path, options: TrainOptions, settings: dict[str, Any], device: torch.device | str = "cpu"
+) -> Trainer | None:
     """Return the trainer of an interrupted run in `out`, or None."""
     try:
         saved = read_json(out / SETTINGS)
@@ -120,10 +122,10 @@ def _restore(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trai
             f"{out} holds the state of a training with other settings ({json.dumps(saved)}). Use the same ones to go "
             "on, or another directory."
         )
-    return Trainer.restored(options, state)
+    return Trainer.restored(options, state, device)
 
 
-def _save_checkpoint(out: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
+def save_checkpoint(out: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
     """Write settings and trainer state atomically; settings first, so that a state is never without them."""
     out.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.contiguous() for name, tensor in trainer.state().items()}

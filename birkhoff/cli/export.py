@@ -38,7 +38,7 @@ def export(
     """Write captured rows in a format of other tools."""
     from birkhoff.data.export_rows import export_rows
 
-    sites = None if site is None else [_site(text) for text in site]
+    sites = None if site is None else [parse_site(text, "--site") for text in site]
     report = export_rows(run, out, format, sites=sites, shard_rows=shard_rows)
     print_status(
         f"{sum(report.rows.values())} rows of {len(report.rows)} sites in {report.files} files, "
@@ -47,8 +47,9 @@ def export(
     typer.echo(json_module.dumps(report.to_json()) if json else report.out)
 
 
-def _site(text: str) -> tuple[str, int]:
+def parse_site(text: str, option: str) -> tuple[str, int]:
+    """`mlp_out.3` as hook and layer."""
     hook, _, layer = text.rpartition(".")
     if not hook or not layer.isdecimal():
-        raise OptionError(f"--site is {quoted(text)}, expected HOOK.LAYER such as mlp_out.3.")
+        raise OptionError(f"{option} is {quoted(text)}, expected HOOK.LAYER such as mlp_out.3.")
     return hook, int(layer)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
+from birkhoff.cli.crosscoder import crosscoder
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
 from birkhoff.cli.report import read_tokenizer
@@ -348,6 +349,9 @@ def read(
         f"{found.seconds:.1f} s{counted}"
     )
     typer.echo(json_module.dumps({"path": str(path), **found.to_json()}) if json else str(path))
+
+
+app.command()(crosscoder)
 
 
 @app.command()

@@ -63,12 +63,17 @@ class Sae:
         metadata: Mapping[str, Any] | None = None,
         feature_ids: Sequence[int] | None = None,
         total_features: int | None = None,
+        transcodes: bool = False,
     ):
-        """With `feature_ids`, row i is feature `feature_ids[i]` of a dictionary of `total_features`; `labels` and
+        """`transcodes`: decoder rows may be of another width, because they reconstruct other rows (`crosscoder.py`).
+        With `feature_ids`, row i is feature `feature_ids[i]` of a dictionary of `total_features`; `labels` and
         other tensors go by row."""
         self.encoder = _matrix(encoder, "encoder")
         self.decoder = _matrix(decoder, "decoder")
-        if self.encoder.shape != self.decoder.shape:
+        same = (
+            len(self.encoder) == len(self.decoder) if transcodes else self.encoder.shape == self.decoder.shape
+        )
+        if not same:
             raise SaeError(
                 f"the encoder is {tuple(self.encoder.shape)} and the decoder {tuple(self.decoder.shape)}; both hold "
                 "one row per feature, [features, width]. Transpose the one that is stored the other way round."
@@ -76,7 +81,7 @@ class Sae:
         self.encoder_bias = per_feature(
             0.0 if encoder_bias is None else encoder_bias, self.d_sae, "encoder_bias"
         )
-        self.decoder_bias = _bias(decoder_bias, self.d_model)
+        self.decoder_bias = _bias(decoder_bias, self.decoder.shape[1])
         self.activation: Activation = make(activation, self.d_sae, threshold, k, scale, shift, rectified)
         if normalize not in NORMS:
             raise SaeError(f"normalize is {quoted(normalize)}, expected one of {', '.join(NORMS)}.")

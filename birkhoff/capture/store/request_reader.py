@@ -44,6 +44,19 @@ class RequestReader:
         """Number of requests."""
         return len(self._requests)
 
+    def names(self) -> list[str]:
+        """Names of the requests, in the order of their first record."""
+        return list(self._requests)
+
+    def read(self, name: str, verify: bool = True) -> CaptureEntry:
+        """One request with its rows as float32, positions and token ids."""
+        parts = []
+        for sidecar, record in self._requests[name]:
+            file = self._files[sidecar]
+            entry = file.read(file.records[record], verify)
+            parts.append(replace(entry, array=entry.values(), dtype="float32", scale=None))
+        return _labelled(parts)
+
     def labels(self) -> Iterator[tuple[str, CaptureEntry]]:
         """Every request with positions and token ids, without its rows."""
         for name, records in self._requests.items():
@@ -52,13 +65,8 @@ class RequestReader:
 
     def rows(self, verify: bool = True) -> Iterator[tuple[str, CaptureEntry]]:
         """Every request with its rows as float32, positions and token ids."""
-        for name, records in self._requests.items():
-            parts = []
-            for sidecar, record in records:
-                file = self._files[sidecar]
-                entry = file.read(file.records[record], verify)
-                parts.append(replace(entry, array=entry.values(), dtype="float32", scale=None))
-            yield name, _labelled(parts)
+        for name in self._requests:
+            yield name, self.read(name, verify)
 
     def close(self) -> None:
         self._files.close()

@@ -9,6 +9,7 @@
     mixer            one residual mixer set to identity, for every request
     experts          one expert of one layer forced, for every request
     gated            a vector added at one layer where a probe of the same row fires
+    function         a Python function that adds a constant at one layer, for every request
     head             one head of one layer taken out, for every request
     key mask         two tokens without attention in all layers, for every request
     sink             half of the sink in all layers, for every request
@@ -42,6 +43,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import SaeResolver
 from birkhoff.steering.attention_edits import AttentionEdit
+from birkhoff.steering.call import Call
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.resolver import SteeringResolver
@@ -186,6 +188,10 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
         edits = saes.edits([SaeSet("sae", dict.fromkeys(range(SET), 0.1))], ids, setting.steps + 1)
         return Plan(edits=edits, reservations=saes.reservations(edits))
 
+    def call(index: int, ids: Tokens) -> Plan:
+        function = Call(lambda rows: rows + 0.01, hook, [middle])
+        return Plan(edits=[function.resolve(engine.schema, layers, ids, setting.steps + 1)])
+
     plans: dict[str, Callable[[int, Tokens], Plan | None]] = {
         "plain": lambda index, ids: None,
         "idle": adds(lambda n: [Add(vectors[n], hook, "all", phase="prefill")]),
@@ -198,6 +204,7 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
         "gated": adds(
             lambda n: [Add(vectors[n], hook, [middle], when=Gate(vectors[0], hook, middle, above=0.0))]
         ),
+        "function": call,
         "head": adds(lambda n: [AttentionEdit([middle], heads=[n % 2])]),
         "key mask": adds(lambda n: [AttentionEdit("all", mask=[n, n + 1])]),
         "sink": adds(lambda n: [AttentionEdit("all", sink=0.5)]),

@@ -190,7 +190,7 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
 
     def call(index: int, ids: Tokens) -> Plan:
         function = Call(lambda rows: rows + 0.01, hook, [middle])
-        return Plan(edits=[function.resolve(engine.schema, layers, ids, setting.steps + 1)])
+        return Plan(edits=(function.resolve(engine.schema, layers, ids, setting.steps + 1),))
 
     plans: dict[str, Callable[[int, Tokens], Plan | None]] = {
         "plain": lambda index, ids: None,

@@ -7,6 +7,7 @@ stream a row, `mean` averages them, and `read` is the sublayer's input, which ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from birkhoff.analysis.activations_store import ActStream
 from birkhoff.analysis.harvest import harvest
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.store.row_reader import iter_rows
 from birkhoff.data.texts import DatasetText
 from birkhoff.errors import OptionError, quoted
+from birkhoff.hooks.site_names import Address
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -127,7 +130,8 @@ class StoreRows:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """Rows of texts run during training; nothing is stored. A pool of `pool_batches` batches shuffles them."""
+    """Rows of texts run during training; nothing is stored. They are shuffled over a buffer of `pool_batches` batches
+    and handed out on `device`: with that of the engine they never leave it."""
 
     engine: Engine
     texts: Iterable[Prompt]  # iterated again in every epoch
@@ -137,28 +141,48 @@ class LiveRows:
     batch_rows: int = 4096
     seed: int = 0
     pool_batches: int = 8
+    device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
         check_view(self.hook, self.view)
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
+        return self.resumed(epoch, None)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a training row."""
+        shape = self.engine.schema[captured_hook(self.hook, self.view)].logical_shape
+        return math.prod(shape) if self.view == "flat" else shape[-1]
+
+    def resumed(self, epoch: int, state: Mapping[str, Any] | None) -> LiveBatches:
+        """The batches of an epoch from a state of its `LiveBatches` on."""
         hook = captured_hook(self.hook, self.view)
         spec = Capture({hook: [self.layer]}, positions="all_prompt")
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        pending: list[torch.Tensor] = []
         layer = self.layer % self.engine.config.num_hidden_layers
-        for part in self.engine.stream_acts(self.texts, spec, batch_rows=self.batch_rows):
-            pending.append(part[hook, layer])
-            if sum(map(len, pending)) >= self.pool_batches * self.batch_rows:
-                pool = _shuffle(pending, generator)
-                keep = len(pool) // 2 // self.batch_rows * self.batch_rows
-                for first in range(0, len(pool) - keep, self.batch_rows):
-                    yield view_rows(pool[first : first + self.batch_rows], self.view)
-                pending = [pool[len(pool) - keep :]] if keep else []
-        if pending:
-            pool = _shuffle(pending, generator)
-            for first in range(0, len(pool), self.batch_rows):
-                yield view_rows(pool[first : first + self.batch_rows], self.view)
+        stream = self.engine.stream_acts(
+            self.texts,
+            spec,
+            self.batch_rows,
+            device=self.device,
+            shuffle_rows=self.pool_batches * self.batch_rows,
+            seed=self.seed * 1_000_003 + epoch,
+            resume=state,
+        )
+        return LiveBatches(stream, (hook, layer), self.view)
+
+
+class LiveBatches(Iterator[torch.Tensor]):
+    """Rows of one site of a stream in a view; `state()` is that of the stream."""
+
+    def __init__(self, stream: ActStream, site: Address, view: str):
+        self._stream = stream
+        self._site = site
+        self._view = view
+        self.state = stream.state
+
+    def __next__(self) -> torch.Tensor:
+        return view_rows(next(self._stream)[self._site], self._view)
 
 
 def kept_rows(
@@ -185,8 +209,3 @@ def kept_rows(
     spec = Capture({captured_hook(hook, view): [layer]}, positions="all_prompt", dtype="fp32", tag=KEPT_TAG)
     report = harvest(engine, texts, spec, directory, source=source, progress=progress)
     return StoreRows(directory / KEPT_TAG, hook, layer, view, max(1, min(batch_rows, report.rows)), seed)
-
-
-def _shuffle(parts: list[torch.Tensor], generator: torch.Generator) -> torch.Tensor:
-    rows = torch.cat(parts)
-    return rows[torch.randperm(len(rows), generator=generator)]

@@ -15,7 +15,6 @@ and synced.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,17 +26,8 @@ import torch
 
 import birkhoff
 from birkhoff.bench.baselines import OurEngine, Tokens
-from birkhoff.bench.report import (
-    Progress,
-    Row,
-    check_positive,
-    checkpoint,
-    facts,
-    significant,
-    stream_shape,
-    summary,
-)
-from birkhoff.bench.timing import generation_seconds, torch_threads
+from birkhoff.bench.report import Progress, Row, check_positive, checkpoint, facts, stream_shape, summary
+from birkhoff.bench.timing import disk_seconds, generation_seconds, torch_threads
 from birkhoff.capture.planner import CapturePlanner
 from birkhoff.capture.spec.request import Capture
 from birkhoff.engine.runner import Runner
@@ -185,11 +175,11 @@ def _measure(
                     seconds[contender.name]["decode"].append(decode_seconds / setting.steps)
                 if contender.name == "files":
                     stored, durable_seconds = contender.finish()
-                    disk_seconds = _disk_seconds(folder, stored)
-                    file_times += [(stored, durable_seconds, disk_seconds)] if round_index >= 0 else []
+                    alone = disk_seconds(folder, stored)
+                    file_times += [(stored, durable_seconds, alone)] if round_index >= 0 else []
                     stored, durable_seconds = contender.store_ready_rows(len(prompts))
-                    disk_seconds = _disk_seconds(folder, stored)
-                    ready_times += [(stored, durable_seconds, disk_seconds)] if round_index >= 0 else []
+                    alone = disk_seconds(folder, stored)
+                    ready_times += [(stored, durable_seconds, alone)] if round_index >= 0 else []
             if progress is not None:
                 progress(round_index + 2, setting.rounds + 1)
     finally:
@@ -237,16 +227,3 @@ def _contenders(engine: birkhoff.Engine, setting: InterpSetting, folder: Path) -
         CapturingEngine(engine, setting, name, capture, folder / "captures" if name == "files" else None)
         for name, capture in captures.items()
     ]
-
-
-def _disk_seconds(folder: Path, count: int) -> float:
-    """Seconds to write `count` bytes to one file and sync it."""
-    block, path = os.urandom(1 << 20), folder / "bare"
-    began = time.perf_counter()
-    with path.open("wb", buffering=0) as stream:
-        for start in range(0, count, len(block)):
-            stream.write(block[: count - start])
-        os.fsync(stream.fileno())
-    spent = significant(time.perf_counter() - began, 9)
-    path.unlink()
-    return spent

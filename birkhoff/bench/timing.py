@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,3 +132,16 @@ def generation_seconds(baseline: Baseline, prompts: list[Tokens], steps: int) ->
     for _ in range(steps):
         tokens = baseline.step(tokens)
     return prefilled - began, time.perf_counter() - prefilled
+
+
+def disk_seconds(folder: Path, count: int) -> float:
+    """Seconds to write `count` bytes to one file and sync it."""
+    block, path = os.urandom(1 << 20), folder / "bare"
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as stream:
+        for start in range(0, count, len(block)):
+            stream.write(block[: count - start])
+        os.fsync(stream.fileno())
+    spent = time.perf_counter() - began
+    path.unlink()
+    return spent

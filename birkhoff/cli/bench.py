@@ -234,6 +234,59 @@ def goodput(
         _print_lines(measure(core, setting))
 
 
+@app.command()
+def harvest(
+    model: Model = None,
+    device: Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")] = "cuda",
+    layers: Layers = 4,
+    texts: Annotated[int, typer.Option(help="Prompts of each measurement.")] = 256,
+    tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    batch_rows: Annotated[int, typer.Option(help="Rows of a batch.")] = 4096,
+    shuffle_rows: Annotated[int, typer.Option(help="Rows that are shuffled together.")] = 65_536,
+    file_texts: Annotated[int, typer.Option(help="Prompts whose rows go to files.")] = 32,
+    disk: Annotated[
+        str | None,
+        typer.Option(help="Directory for capture files; default: a temporary directory.", show_default=False),
+    ] = None,
+) -> None:
+    """Rows per second to the device, to the host and to files, beside prompts alone, bus and disk; JSON lines.
+
+    Random weights of full V4-Flash width, or a checkpoint with --model."""
+    if model is None or device != "cpu":
+        _require_cuda()
+    from birkhoff.bench.harvest import HarvestSetting, bench_harvest
+
+    setting = HarvestSetting(texts, tokens, batch_rows, shuffle_rows, file_texts)
+    _print_lines(bench_harvest(model, device, setting, layers=layers, disk=disk))
+
+
+@app.command()
+def sae(
+    device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cuda",
+    features: Annotated[int, typer.Option(help="Number of features.")] = 65_536,
+    width: Annotated[int, typer.Option(help="Numbers of a row.")] = 16_384,
+    k: Annotated[int, typer.Option(help="Active features per row.")] = 32,
+    batch_rows: Annotated[int, typer.Option(help="Rows of a step.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 10,
+    products: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="Kind of dictionary; repeatable. [default: all]", show_default=False),
+    ] = None,
+) -> None:
+    """Training of dictionaries, beside a plain PyTorch loop and the encoder's product alone; JSON lines."""
+    if device != "cpu":
+        _require_cuda()
+    from birkhoff.bench.sae import SaeSetting, bench_sae
+    from birkhoff.sae.train import KINDS
+
+    for name in kind or ():
+        check_choice("kind", name, KINDS)
+    check_choice("products", products, ("bfloat16", "float32"))
+    setting = SaeSetting(features, width, k, batch_rows, steps, products=products)
+    _print_lines(bench_sae(device, setting, kind or KINDS))
+
+
 @app.command("load")
 def load_command(
     model: Annotated[str, typer.Option(help="Checkpoint to load.")] = "nano",

@@ -69,8 +69,10 @@ def train(
         str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
     ] = "single",
     features: Annotated[int, typer.Option(help="Number of features.")] = 4096,
-    k: Annotated[int, typer.Option(help="Active features per row.")] = 32,
-    kind: Annotated[str, typer.Option(help="batchtopk (saved as jumprelu) or topk.")] = "batchtopk",
+    k: Annotated[int, typer.Option(help="Active features per row; on average for all kinds but topk.")] = 32,
+    kind: Annotated[
+        str, typer.Option(help="batchtopk, matryoshka (both saved as jumprelu), topk, jumprelu or gated.")
+    ] = "batchtopk",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
     batch_rows: Annotated[int, typer.Option(help="Rows per training step.")] = 2048,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
@@ -83,6 +85,33 @@ def train(
             help="Rows without activation after which a feature counts as dead and gets the auxiliary loss."
         ),
     ] = 100_000,
+    products: Annotated[
+        str | None,
+        typer.Option(
+            help="float32 or bfloat16; weights are float32. [default: bfloat16 on a GPU, else float32]",
+            show_default=False,
+        ),
+    ] = None,
+    accumulate: Annotated[int, typer.Option(help="Compute a batch in this many parts, to save memory.")] = 1,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(help="Weight of the penalty of jumprelu and gated. [default: 1]", show_default=False),
+    ] = None,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Features of a prefix of a matryoshka SAE; repeatable, ascending, the last is --features. "
+            "[default: 1/16, 1/8, 1/4, 1/2 and all of them]",
+            show_default=False,
+        ),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            help="With --live on a GPU: share of its free memory for training; the model gets the rest.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same SAE.")] = 0,
     rows: Annotated[
         Path | None,
@@ -106,11 +135,27 @@ def train(
         raise OptionError("--live keeps no rows, and --rows says where to keep them. Give one of the two.")
     load_options, _ = split_options(options)
     from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows, kept_rows
-    from birkhoff.analysis.sae_train import train_sae
+    from birkhoff.analysis.sae_train import check_share, share_device, train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
+    device = _training_device(load_options.get("device"), texts is not None)
+    if share is not None and (not live or device != "cuda"):
+        raise OptionError(
+            "--share divides a GPU between model and training: it needs --live and --device cuda."
+        )
     train_options = TrainOptions(
-        features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed
+        features,
+        k=k,
+        kind=kind,
+        steps=steps,
+        rate=rate,
+        decay=decay,
+        dead_after=dead_after,
+        seed=seed,
+        products=products or ("bfloat16" if device == "cuda" else "float32"),
+        accumulate=accumulate,
+        sparsity=sparsity,
+        prefixes=tuple(prefix) if prefix else None,
     )
 
     def run(source: RowSource) -> None:
@@ -123,7 +168,7 @@ def train(
                         f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
                     )
 
-            result = train_sae(source, train_options, out, progress=report_step)
+            result = train_sae(source, train_options, out, progress=report_step, device=device)
         quality = result.quality
         print_status(
             f"{result.steps} steps, {result.rows} rows: {quality.explained_variance:.1%} of the variance explained "
@@ -135,9 +180,20 @@ def train(
         run(StoreRows(store, hook, layer, view, batch_rows, seed))
         return
     assert texts is not None
+    most = None
+    if share is not None:
+        import torch
+
+        model_bytes, most = share_device(share, torch.cuda.mem_get_info()[0])
+        load_options = {"gpu_memory": model_bytes, **load_options}
     with open_engine(load_options, MAX_REQUESTS) as engine:
         if live:
-            run(LiveRows(engine, list(_token_ids(engine, texts)), hook, layer, view, batch_rows, seed))
+            ids = list(_token_ids(engine, texts))
+            live_rows = LiveRows(engine, ids, hook, layer, view, batch_rows, seed, device=device)
+            if most is not None:
+                width = live_rows.width
+                check_share(train_options, width, batch_rows, live_rows.pool_batches * batch_rows, most)
+            run(live_rows)
             return
         data, kept = open_texts(texts), out / "rows" if rows is None else rows
         description = data.describe()
@@ -157,6 +213,19 @@ def train(
     size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
     print_status(f"rows of {description['texts']} texts are kept in {kept} ({format_bytes(size)})")
     run(source)
+
+
+def _training_device(device: str | None, has_model: bool) -> str:
+    """Where to train: with the model, which is on the GPU if there is one, or for stored rows on the CPU unless told
+    otherwise."""
+    import torch
+
+    if device is None or device == "auto":
+        return "cuda" if has_model and torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device is cuda, but PyTorch sees no CUDA device. Train on the CPU: --device cpu")
+    return kind
 
 
 @app.command(name="eval")

@@ -15,6 +15,7 @@ nothing can be reconstructed from it."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -152,6 +153,13 @@ class Sae:
             *self.activation.tensors().values(),
         ]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def to(self, device: torch.device | str) -> Sae:
+        """The same dictionary with its weights on a device, so that rows there are encoded without copying them."""
+        moved = copy.copy(self)
+        for name in ("encoder", "encoder_bias", "decoder", "decoder_bias", "activation"):
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
 
     def pre_activations(self, x: torch.Tensor) -> torch.Tensor:
         """z of rows `[.., d]`, float32 `[.., F]`."""

@@ -30,7 +30,7 @@ class Quality:
 
 
 class Measure:
-    """Accumulates batches (`add`); results are `quality()`, `density` and `largest`."""
+    """Accumulates batches (`add`) on the device they are on; results are `quality()`, `density` and `largest`."""
 
     def __init__(self, sae: Sae):
         self._sae = sae
@@ -42,6 +42,11 @@ class Measure:
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
         """Add rows [n, d]; returns their features [n, F]."""
+        if self._total.device != rows.device:
+            self._total, self._fired, self.largest = (
+                tensor.to(rows.device) for tensor in (self._total, self._fired, self.largest)
+            )
+            self._sae = self._sae.to(rows.device)
         features = self._sae.encode(rows)
         residual = rows.float() - self._sae.decode(features, rows)
         exact = rows.double()

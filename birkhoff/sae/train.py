@@ -485,6 +485,16 @@ class Trainer:
         return asdict(self.options)
 
 
+def training_bytes(options: TrainOptions, width: int, batch_rows: int) -> int:
+    """Memory of a trainer on rows of `width`: weights, moments and copies; pre-activations; and some tensors of the
+    size of a batch."""
+    products = PRODUCTS[options.products].itemsize
+    matrices = 2 * options.features * width * (12 + (products if products < 4 else 0))
+    part = -(-batch_rows // options.accumulate)
+    pre_activations = part * options.features * (2 * products + 1)
+    return matrices + pre_activations + 12 * batch_rows * width * 4
+
+
 def checked_rows(rows: torch.Tensor, width: int | None = None, count: int | None = None) -> torch.Tensor:
     """Rows [n, d] as float32; other shapes and numbers that are not finite are refused."""
     if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not len(rows):

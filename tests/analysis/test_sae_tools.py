@@ -11,7 +11,7 @@ from birkhoff import Add, Capture
 from birkhoff.analysis.sae_features import collect_features, explain, promoted_tokens, save_features
 from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, zero_sae
 from birkhoff.analysis.sae_rows import LiveRows, StoreRows, check_view, view_rows
-from birkhoff.analysis.sae_train import STATE, train_sae
+from birkhoff.analysis.sae_train import STATE, check_share, share_device, train_sae
 from birkhoff.errors import OptionError, SaeError
 from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.compact import compact, rounded
@@ -101,6 +101,42 @@ def test_an_interrupted_training_gives_the_same_sae(store, tmp_path):
     again = train_sae(source, options, tmp_path / "cut", progress=lambda report: seen.append(report.step))
     assert seen[0] == 16 and torch.equal(again.sae.decoder, whole.sae.decoder)
     assert again.sae.digest == whole.sae.digest and not (tmp_path / "cut" / STATE).exists()
+
+
+def test_a_device_is_shared_by_model_and_training():
+    assert share_device(0.25, 1000) == (750, 250)
+    for share, words in ((0.0, "share is 0"), (1.0, "nothing for the model"), (1.5, "share is 1.5")):
+        with pytest.raises(OptionError, match=words):
+            share_device(share, 1000)
+    options = TrainOptions(65_536, products="bfloat16")
+    needed = check_share(options, 16_384, 4096, 32_768, 1 << 40)
+    assert 28 * 65_536 * 16_384 < needed < 48 << 30
+    with pytest.raises(OptionError, match="its share of the device is 10.00 GiB"):
+        check_share(options, 16_384, 4096, 32_768, 10 << 30)
+
+
+def test_an_interrupted_training_on_live_texts_gives_the_same_sae(engine, tmp_path):
+    """The position in the texts is part of the checkpoint; the engine is not batch-invariant."""
+    prompts = texts(30, 11)
+    options = TrainOptions(32, k=4, kind="jumprelu", steps=12, accumulate=2)
+
+    def source():
+        return LiveRows(engine, prompts, STREAMS, 2, "flat", batch_rows=16, pool_batches=2)
+
+    class Stop(Exception):
+        pass
+
+    def stop(report):
+        if report.step == 11:
+            raise Stop
+
+    whole = train_sae(source(), options)
+    with pytest.raises(Stop):
+        train_sae(source(), options, tmp_path / "cut", every=10, progress=stop)
+    seen = []
+    again = train_sae(source(), options, tmp_path / "cut", progress=lambda report: seen.append(report.step))
+    assert seen == [11, 12] and again.sae.digest == whole.sae.digest
+    assert again.quality == whole.quality
 
 
 @pytest.mark.parametrize("view", ["flat", "per_stream", "mean", "read"])

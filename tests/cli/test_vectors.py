@@ -174,6 +174,16 @@ def test_an_sae_from_training_to_features(tiny, folder, capfd):
     assert back.digest == Sae.load(folder / "half").digest and back.hook == "mlp_out"
     assert run(["sae", "train", "--hook", "mlp_out", "--layer", "2", "--out", str(out)]) == 2
 
+    other = folder / "gated"
+    again = [*ask[: ask.index("--decay")], "--live", "--kind", "gated", "--out", str(other), "--model", tiny]
+    more = ["--products", "bfloat16", "--accumulate", "2", "--sparsity", "0.5"]
+    assert run([*again, *more, "--device", "cpu"]) == 0
+    capfd.readouterr()
+    gated = Sae.load(other)
+    assert gated.activation.name == "gated" and gated.metadata["training"]["products"] == "bfloat16"
+    assert run([*again, "--device", "cpu", "--share", "0.5"]) == 2
+    assert "--share divides a GPU" in capfd.readouterr().err
+
 
 def test_names_of_what_ships_with_nano_work_as_paths_do(tmp_path, capfd):
     assert run(["vectors", "show", "spooky"]) == 0

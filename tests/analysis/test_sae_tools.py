@@ -111,7 +111,7 @@ def test_a_device_is_shared_by_model_and_training():
     options = TrainOptions(65_536, products="bfloat16")
     needed = check_share(options, 16_384, 4096, 32_768, 1 << 40)
     assert 28 * 65_536 * 16_384 < needed < 48 << 30
-    with pytest.raises(OptionError, match="its share of the device is 10.00 GiB"):
+    with pytest.raises(OptionError, match=r"its share of the device is 10\.00 GiB"):
         check_share(options, 16_384, 4096, 32_768, 10 << 30)
 
 

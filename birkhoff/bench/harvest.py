@@ -163,7 +163,7 @@ def _run_prompts(engine: Engine, texts: list[list[int]]) -> None:
     engine.generate(texts, max_tokens=1, temperature=0)
 
 
-def _seconds(device: torch.device, work: Callable[..., None], *arguments: object) -> float:
+def _seconds(device: torch.device, work: Callable[..., object], *arguments: object) -> float:
     _synchronize(device)
     began = time.perf_counter()
     work(*arguments)

@@ -96,7 +96,7 @@ def measure(engine: Engine, setting: HarvestSetting, folder: Path) -> Iterator[R
             "host": {},
         }
         for kind, keywords in options.items():
-            consumer = _Consumer(engine, capture, setting.batch_rows, keywords)
+            consumer = _CountedStream(engine, capture, setting.batch_rows, keywords)
             consumer(texts(max(1, setting.texts // 4)))
             seconds = _seconds(device, consumer, texts(setting.texts))
             num_bytes = consumer.bytes
@@ -119,7 +119,7 @@ def measure(engine: Engine, setting: HarvestSetting, folder: Path) -> Iterator[R
         }
 
 
-class _Consumer:
+class _CountedStream:
     """Iterates over a stream and counts what it handed out."""
 
     def __init__(self, engine: Engine, capture: Capture, batch_rows: int, options: dict[str, Any]):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+
+from birkhoff.analysis.activations_store import ActStream, iter_activations
 from birkhoff.analysis.attention import attention
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
 from birkhoff.analysis.attribution import Attribution
@@ -15,6 +18,7 @@ from birkhoff.analysis.gradients import Gradients
 from birkhoff.analysis.lens import compute_lens
 from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
 from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
+from birkhoff.capture.spec.request import Capture
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.text.prompts import Prompt, is_single
 from birkhoff.trace import Trace, TraceBatch
@@ -227,3 +231,30 @@ class Analyses:
     def search_features(self, name: str, words: str, limit: int = 20) -> list[FeatureMatch]:
         """Features of an attached SAE whose label, tokens or contexts have these words, best first."""
         return self._open_engine().saes.descriptions(name).search(words, limit)
+
+    def stream_acts(
+        self,
+        texts: Iterable[Prompt],
+        capture: Capture,
+        batch_rows: int = 8192,
+        *,
+        device: torch.device | str | None = None,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+        resume: Mapping[str, Any] | None = None,
+    ) -> ActStream:
+        """Iterate over the activation rows of many texts in batches of `batch_rows`, in bounded memory.
+
+        Batches are on the host, or on `device`: rows that a GPU computed stay there for `device="cuda"`. They come in
+        the order of the texts, or shuffled over a buffer of `shuffle_rows` rows, by `seed`. `state()` of
+        the stream after any batch, given as `resume`, continues with the next one."""
+        return iter_activations(
+            self._open_engine(),
+            texts,
+            capture,
+            batch_rows,
+            device=device,
+            shuffle_rows=shuffle_rows,
+            seed=seed,
+            resume=resume,
+        )

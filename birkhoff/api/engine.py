@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-import torch
-
 from birkhoff import notebook
-from birkhoff.analysis.activations_store import ActStream, iter_activations
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.gradients import GradientScope
 from birkhoff.analysis.run_manifest import model_digest
@@ -397,41 +394,12 @@ class Engine(Analyses):
         """Directory of every consumer that writes files, by consumer name."""
         return self._capture_planner.file_roots
 
-    def stream_acts(
-        self,
-        texts: Iterable[Prompt],
-        capture: Capture,
-        batch_rows: int = 8192,
-        *,
-        device: torch.device | str | None = None,
-        shuffle_rows: int = 0,
-        seed: int = 0,
-        resume: Mapping[str, Any] | None = None,
-    ) -> ActStream:
-        """Iterate over the activation rows of many texts in batches of `batch_rows`, in bounded memory.
-
-        Batches are on the host, or on `device`: rows that a GPU computed stay there for `device="cuda"`. They come in
-        the order of the texts, or shuffled over a buffer of `shuffle_rows` rows, by `seed`. `state()` of
-        the stream after any batch, given as `resume`, continues with the next one."""
-        return iter_activations(
-            self,
-            texts,
-            capture,
-            batch_rows,
-            device=device,
-            shuffle_rows=shuffle_rows,
-            seed=seed,
-            resume=resume,
-        )
-
     def device_captures(self) -> CapturePlanner | None:
-        """A capture planner for rows that stay on the model's device, with the limits of this engine; None where rows
-        are computed by other processes."""
+        """A planner with this engine's limits for rows that stay on the device; None if other processes have them."""
         if type(self._capture_planner) is not CapturePlanner:
             return None
-        return CapturePlanner(
-            self.schema, self.config.num_hidden_layers, self.name, rules=self.capture_rules, on_device=True
-        )
+        layers = self.config.num_hidden_layers
+        return CapturePlanner(self.schema, layers, self.name, rules=self.capture_rules, on_device=True)
 
     @property
     def max_requests(self) -> int:

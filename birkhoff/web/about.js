@@ -2,41 +2,41 @@
 
 export const ABOUT = {
   chat: [
-    "The model's answer, one box per token. A token's colour shows how surprising it was to the model itself: pale " +
-      "tokens were almost certain, dark ones were unlikely draws.",
+    "The model's answer, one box per token. A token's colour shows how surprising it was to the model: pale " +
+      "tokens were almost certain, dark ones unlikely.",
     "Click a token and every picture on the page shows that token. The pop-up lists what the model could have written " +
-      "instead; branch keeps the answer up to there and continues with the other token.",
-    "Probabilities are those of the model before temperature.",
+      "instead; branch continues from there with the other token.",
+    "Probabilities are those before temperature.",
   ],
   heatmap: [
     "One column per token, one row per sublayer, the first at the top. The colour of a cell is one number: choose " +
       "which one under “value”.",
     "DeepSeek-V4 carries four vectors per token (streams) from layer to layer, where other models carry one. The norm " +
       "of a stream says how much it holds; the read and write weights say which streams a sublayer uses.",
-    "The first token is far larger than all others in most models, so colours leave out the outermost 1 % of values.",
+    "The first token is far larger than others in most models, so colours leave out the outermost 1 % of values.",
   ],
   film: [
     "How the four streams of the pinned token are mixed around each sublayer. A tile is a 4 × 4 matrix: row = stream " +
       "it comes from, column = stream it goes to, dark = much. A dark diagonal means that the streams stay apart.",
     "Bars at the left show from which streams the sublayer reads its input, bars below to which streams it writes its " +
-      "output. They are scaled within each sublayer; hover for numbers.",
+      "output. They are scaled per sublayer; hover for numbers.",
     "Rows and columns of a tile sum to 1 (the matrix is doubly stochastic), so mixing moves content and amplifies none.",
   ],
   lineage: [
     "The tiles of the film strip between two depths multiplied together: how much of stream 0 at the start is found in " +
       "each stream at the end.",
     "0.25 everywhere means that the streams are fully mixed; 1 on the diagonal that they never met. What sublayers " +
-      "write on the way is not part of it.",
+      "write is not part of it.",
   ],
   experts: [
     "Every layer has many small feed-forward networks (experts) and runs only a few of them for a token. Coloured boxes " +
       "with a number are the experts chosen for the pinned token, darker with more weight.",
-    "Layers marked # choose by a fixed hash of the token id: the same token always gets the same experts there.",
+    "Layers marked # choose by a hash of the token id: a token always gets the same experts there.",
   ],
   lens: [
     "What the model would write next if it stopped at this depth: the final norm and the output matrix applied to each " +
       "stream, to the mean of the streams, and to the mix the head uses.",
-    "Read downwards to see the prediction form. Streams were not trained to be read one by one: several columns that " +
+    "Read downwards to see the prediction form. Streams were not trained to be read alone: several columns that " +
       "agree mean more than one.",
   ],
   memory: [
@@ -47,33 +47,33 @@ export const ABOUT = {
   ],
   features: [
     "A sparse autoencoder describes the model's activations by a few active features of a large dictionary. Click a " +
-      "token for its features, or search for a word.",
+      "token for its features, or search.",
     "Labels were made automatically: each is the simple rule that best predicts where a feature is active. The score " +
-      "is the correlation of that rule with the activation on texts it was not chosen on: 1 is a perfect rule, and " +
-      "below 0.3 a label is hardly more than a hint. Read the contexts.",
-    "Some features are active on most tokens. They lead by strength everywhere and say little, so features " +
-      "are ordered by how specific they are to the token; strength is the other order.",
+      "is the correlation of that rule with the activation on texts it was not chosen on: 1 is a perfect rule, " +
+      "below 0.3 it is hardly a hint. Read the contexts.",
+    "Features that are active on most tokens are the strongest everywhere and say little, so the order is by how " +
+      "specific a feature is to the token.",
   ],
   dashboard: [
-    "Texts on which the selected feature is strongest, with the token of the peak marked, and examples drawn from its " +
-      "weaker activations. The strongest contexts alone flatter a feature.",
+    "Texts on which the selected feature is strongest, with the peak marked, and examples of its " +
+      "weaker activations. The strongest alone flatter a feature.",
     "“Makes likelier” pushes the feature's direction straight to the output, past the layers in between: an indication " +
-      "of what it does. Clamp it to see for yourself.",
+      "of what it does. Clamp it to see.",
   ],
   bench: [
     "The same question answered twice with the same random numbers: as the model is, and with a vector added to its " +
-      "streams or a feature set to a value. Everything that differs comes from the edit.",
-    "Strength 1 is the length the vector was stored with. Too much of it and the text falls apart: watch the health line.",
-    "After the first difference the two texts go separate ways, so the divergence chart stops there.",
+      "streams or a feature set to a value. What differs comes from the edit.",
+    "Strength 1 is the length the vector was stored with. Too much of it breaks the text: watch the health line.",
+    "After the first difference the texts go separate ways, so the chart stops there.",
   ],
   sweep: [
-    "One edit at nine strengths: how unlikely the steered text is to the unsteered model, and how much it repeats itself.",
-    "A knee marks where the text leaves the range of ordinary answers. It comes from one seed: an indication.",
+    "One edit at nine strengths: how unlikely the steered text is to the unsteered model, and how repetitive.",
+    "A knee marks where the text leaves the range of ordinary answers, for one seed: an indication.",
   ],
   contrast: [
     "Two sets of texts that differ in one thing. At every layer a direction is fitted to half of the texts and tested on " +
       "the rest: 1.00 separates them perfectly, 0.50 is chance.",
-    "With four texts a side 1.00 is easily reached by luck. Use more texts before believing a cell.",
+    "With four texts a side 1.00 is easily luck: use more.",
   ],
   requests: ["What the server is computing right now, from every client."],
   captures: [

@@ -314,26 +314,12 @@ function scoreBadge(score) {
 /** Features that fire on the same tokens, each a button that selects it. */
 function partners(list, select) {
   if (!list?.length) return null;
-  return h(
-    "div",
-    {},
-    h("h3", {}, "fires together with"),
-    h(
-      "div",
-      { class: "row partners" },
-      list.map((one) =>
-        h(
-          "button",
-          {
-            type: "button",
-            title: `both on ${one.tokens} tokens, correlation ${one.correlation.toFixed(2)}`,
-            onclick: () => select(one.feature),
-          },
-          `#${one.feature} ${short(one.label ?? "", 24)}`,
-        ),
-      ),
-    ),
-  );
+  const button = ({ feature, tokens, correlation, label }) => {
+    const title = `both on ${tokens} tokens, correlation ${correlation.toFixed(2)}`,
+      onclick = () => select(feature);
+    return h("button", { type: "button", title, onclick }, `#${feature} ${short(label ?? "", 24)}`);
+  };
+  return h("div", {}, h("h3", {}, "fires together with"), h("div", { class: "row partners" }, list.map(button)));
 }
 
 function contexts(list) {

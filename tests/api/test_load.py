@@ -54,6 +54,7 @@ def test_options_and_defaults_are_the_documented_ones():
         "weights",
         "expert_counts",
         "experts_on",
+        "background_experts",
         "revision",
         "download",
         "capture_overload_policy",

@@ -178,7 +178,7 @@ def test_experts_of_any_type_are_divided_between_device_and_host(plain, tmp_path
 def test_where_cold_experts_are_computed_is_an_option_of_a_gpu():
     with pytest.raises(OptionError, match="experts_on is 'moon', expected"):
         birkhoff.EngineOptions(experts_on="moon")
-    with pytest.raises(OptionError, match="experts_on place packed experts"):
+    with pytest.raises(OptionError, match="experts_on and background_experts place packed experts"):
         birkhoff.load("nano", device="cpu", experts_on="cpu")
 
 

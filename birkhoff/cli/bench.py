@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from birkhoff.byte_size import format_bytes
+from birkhoff.cli.bench_tables import (
+    Row,
+    cost_cells,
+    machine_line,
+    print_attribution,
+    print_model,
+    reuse_line,
+)
 from birkhoff.cli.parsers import parse_token_count
 from birkhoff.cli.terminal import progress_bar
 from birkhoff.errors import OptionError
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
-Row = dict[str, Any]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal too.")]
 Model = Annotated[
     str | None,
@@ -82,7 +89,7 @@ def model(
             if as_lines:
                 typer.echo(json_module.dumps(row))
     if not as_lines:
-        _print_model(rows, _console())
+        print_model(rows, _console())
     if any(row.get("passed") is False for row in rows):
         raise typer.Exit(1)
 
@@ -355,9 +362,9 @@ def interp(
     table = Table("phase", "contender", "ms", "p10 to p90", "times plain")
     for row in rows:
         if row["kind"] == "cost":
-            table.add_row(*_cost_cells(row, row["times_plain"]))
+            table.add_row(*cost_cells(row, row["times_plain"]))
     console = _console()
-    console.print(_machine_line(rows[0]), table)
+    console.print(machine_line(rows[0]), table)
     last = rows[-1]
     console.print(
         f"{last['stored_bytes']} bytes to files: {last['stored_mb_per_s']['median']:g} MB/s, from first step to "
@@ -382,7 +389,7 @@ def attribution(
     if _prints_lines(json):
         _print_lines(rows)
     else:
-        _print_attribution(rows, _console())
+        print_attribution(rows, _console())
 
 
 @app.command()
@@ -406,8 +413,8 @@ def steering(
     table = Table("phase", "contender", "ms", "p10 to p90", "times", "at most")
     for row in rows:
         limit = f"{row['at_most']:g}" if "at_most" in row else ""
-        table.add_row(*_cost_cells(row, row.get("times_plain") or row["times_products"]), limit)
-    _console().print(_machine_line(rows[0]), table)
+        table.add_row(*cost_cells(row, row.get("times_plain") or row["times_products"]), limit)
+    _console().print(machine_line(rows[0]), table)
 
 
 @app.command()
@@ -547,7 +554,7 @@ def reuse(
     with progress_bar("measuring", "rounds") as advance:
         rows = list(bench_reuse(model, setting, progress=advance))
     for row in rows:
-        typer.echo(json_module.dumps(row) if _prints_lines(json) else _reuse_line(row, turns))
+        typer.echo(json_module.dumps(row) if _prints_lines(json) else reuse_line(row, turns))
     if not all(row["same_tokens"] for row in rows):
         raise typer.Exit(1)
 
@@ -585,87 +592,3 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
-
-
-def _machine_line(row: Row) -> str:
-    return f"{row['machine']['cpu']}, load {row['machine']['load']}; commit {row['commit']}"
-
-
-def _cost_cells(row: Row, ratio: Mapping[str, float]) -> tuple[str, str, str, str, str]:
-    ms = row["ms"]
-    spread = f"{ms['p10']:g} to {ms['p90']:g}"
-    return row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{ratio['median']:.3f}"
-
-
-def _reuse_line(row: Row, turns: int) -> str:
-    if row["kind"] == "prefix":
-        return (
-            f"{row['cached_tokens']} tokens cached: first token {row['times_sooner']['median']:g} times sooner, "
-            f"{row['times_sooner_from_disk']['median']:g} from disk"
-        )
-    if row["kind"] == "turns":
-        return f"{turns} turns: {row['share_of_recomputation']['median']:g} of recomputing every prompt"
-    if row["kind"] == "rows":
-        return ", ".join(f"{name.replace('_', ' ')}: {ms:g} ms" for name, ms in row["step_ms"].items())
-    return (
-        f"{row['contender']}: {row['tokens_per_second']['median']:g} tokens/s, "
-        f"{row['times_plain']['median']:g} times plain ({row['times_plain_by_processor']['median']:g} by the "
-        f"processor's time), accepted {row['accepted']} of {row['drafted']}"
-    )
-
-
-def _print_model(rows: list[Row], console: Console) -> None:
-    from rich.table import Table
-
-    first = rows[0]
-    machine = f"{first['machine']['cpu']}, {first['threads']} threads, load {first['machine']['load']}"
-    console.print(
-        f"{machine}; commit {first['commit']}; {first['model']}, prompts of {first['prompt_tokens']} tokens"
-    )
-    table = Table("dtype", "phase", "batch", "contender", "tokens/s", "p10 to p90", "times transformers")
-    for row in rows:
-        if row["kind"] == "speed":
-            speed = row["tokens_per_second"]
-            times = row.get("times_transformers")
-            variant = f" ({row['experts_implementation']})" if "experts_implementation" in row else ""
-            table.add_row(
-                row["dtype"],
-                row["phase"],
-                str(row["batch"]),
-                row["contender"] + variant,
-                f"{speed['median']:g}",
-                f"{speed['p10']:g} to {speed['p90']:g}",
-                f"{times['median']:.2f}" if times else "",
-            )
-    console.print(table)
-    for row in rows:
-        if row["kind"] == "shares":
-            parts = ", ".join(f"{part} {ms:g}" for part, ms in row["model_ms"].items())
-            step = ", ".join(f"{part} {ms:g}" for part, ms in row["engine_step_ms"].items())
-            console.print(
-                f"{row['dtype']} decode of {row['batch']}: ms in the model: {parts}; in a step: {step}"
-            )
-        elif row["kind"] == "agreement":
-            verdict = {True: "[green]same model[/]", False: "[red]not the same model[/]", None: "not judged"}
-            console.print(
-                f"{row['dtype']} against transformers: {verdict[row['passed']]}, {row['logits']}, {row['tokens']}"
-            )
-
-
-def _print_attribution(rows: list[Row], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("over", "baseline", "method", "nodes", "rank correlation", "of the top 20", "times exact"):
-        table.add_column(name, justify="left" if name in ("over", "baseline", "method") else "right")
-    for row in rows:
-        table.add_row(
-            row["over"],
-            row["baseline"],
-            row["method"],
-            str(row["nodes"]),
-            f"{row['spearman']:.3f}",
-            f"{row['overlap']:.1f}",
-            f"{row['times_exact']:.3f}",
-        )
-    console.print(table)

@@ -1,9 +1,14 @@
 """Goodput of a GPU engine with arriving requests, beside the time that its kernels need for the same work.
 
 The kernels' own time is measured in the same run: the decode graph of every batch size, and one prefill chunk of the
-largest size. `share_of_kernels` is the time that these kernels take for all tokens of the run (prompts in full chunks;
-one decode step per output token, at the batch sizes that result when all prompts are read first) divided by the
-elapsed time. Requests carry no text: what is measured is scheduling, launching, sampling and bookkeeping.
+largest size. Requests carry no text: what is measured is scheduling, launching, sampling and bookkeeping.
+
+- `share_of_kernels`: the time that these kernels take for all tokens of the run (prompts in full chunks; one decode
+  step per output token, at the batch sizes that result when all prompts are read first) divided by the elapsed time.
+  Requests that arrive at 0.8 of the capacity take at least 1 / 0.8 of that time, so 0.8 is the most it can be there.
+- `share_while_busy`: the time of the decode steps that were run, at their own batch sizes, and of the prompts in full
+  chunks, divided by the time in which there was a request to work on. This is the share that the host leaves to
+  the kernels, at any arrival rate.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+
+RATES = (0.8, 1.2)  # above 1 requests wait for each other, as in a server at its limit
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,14 @@ class GoodputSetting:
 
 
 @dataclass
-class Latencies:
-    """Milliseconds to the first token of each request, and between tokens."""
+class RunProgress:
+    """Milliseconds to the first token of each request and between tokens, requests decoded in each step, and the
+    seconds in which no request was there."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
+    idle_seconds: float = 0.0
 
 
 class KernelTimes:
@@ -100,7 +110,6 @@ class KernelTimes:
 
     def work(self, requests: Sequence[Request]) -> float:
         """Seconds that the kernels need for all prompts and answers."""
-        prompts = sum(len(request.prompt_ids) for request in requests)
         lengths = sorted(
             request.max_tokens - 1 for request in requests
         )  # the first token comes with the prompt
@@ -109,7 +118,12 @@ class KernelTimes:
         for index, length in enumerate(lengths):
             decoding += (length - done) * self.step(len(lengths) - index)
             done = length
-        return prompts / self.chunk_tokens * self.chunk_seconds + decoding
+        return self.prompts(requests) + decoding
+
+    def prompts(self, requests: Sequence[Request]) -> float:
+        """Seconds that the kernels need for all prompts, in full chunks."""
+        tokens = sum(len(request.prompt_ids) for request in requests)
+        return tokens / self.chunk_tokens * self.chunk_seconds
 
     def row(self) -> Row:
         return {
@@ -119,12 +133,12 @@ class KernelTimes:
         }
 
 
-def run_at_once(core: EngineCore, requests: Sequence[Request]) -> tuple[float, Latencies]:
+def run_at_once(core: EngineCore, requests: Sequence[Request]) -> tuple[float, RunProgress]:
     """All requests submitted at once; one thread steps the engine."""
     return _run(core, requests, [0.0] * len(requests))
 
 
-def run_arrivals(core: EngineCore, requests: Sequence[Request], rate: float) -> tuple[float, Latencies]:
+def run_arrivals(core: EngineCore, requests: Sequence[Request], rate: float) -> tuple[float, RunProgress]:
     """Requests arrive as a Poisson process with `rate` per second."""
     draw = random.Random(7)
     times, now = [], 0.0
@@ -134,8 +148,8 @@ def run_arrivals(core: EngineCore, requests: Sequence[Request], rate: float) -> 
     return _run(core, requests, times)
 
 
-def _run(core: EngineCore, requests: Sequence[Request], times: Sequence[float]) -> tuple[float, Latencies]:
-    latencies = Latencies()
+def _run(core: EngineCore, requests: Sequence[Request], times: Sequence[float]) -> tuple[float, RunProgress]:
+    progress = RunProgress()
     began = time.perf_counter()
     pending = list(zip(times, requests))
     seen = {request: (0, began + at) for at, request in pending}
@@ -147,17 +161,21 @@ def _run(core: EngineCore, requests: Sequence[Request], times: Sequence[float]) 
             core.submit(active[-1])
         if not active:
             time.sleep(max(0.0, began + pending[0][0] - time.perf_counter()))
+            progress.idle_seconds += time.perf_counter() - now
             continue
         core.step()
         now = time.perf_counter()
+        decoded = 0
         for request in active:
             count, last = seen[request]
             if len(request.output_ids) > count:
-                spans = latencies.first if count == 0 else latencies.between
+                decoded += count > 0  # the first token comes with the prompt
+                spans = progress.first if count == 0 else progress.between
                 spans.append((now - last) * 1e3)
                 seen[request] = (len(request.output_ids), now)
+        progress.decoded.append(decoded)
         active = [request for request in active if not request.done]
-    return time.perf_counter() - began, latencies
+    return time.perf_counter() - began, progress
 
 
 def run_threads(core: EngineCore, requests: Sequence[Request]) -> float:
@@ -176,18 +194,23 @@ def run_threads(core: EngineCore, requests: Sequence[Request]) -> float:
     return time.perf_counter() - began
 
 
-def measure(core: EngineCore, setting: GoodputSetting, rates: Sequence[float] = (0.8,)) -> Iterator[Row]:
-    """Rows for all requests at once, for one thread per request, and for Poisson arrivals at shares of the rate that
-    the kernels could sustain."""
+def measure(core: EngineCore, setting: GoodputSetting, rates: Sequence[float] = ()) -> Iterator[Row]:
+    """Rows for all requests at once, for one thread per request, and for Poisson arrivals at `RATES`, shares of the
+    rate that the kernels could sustain; or for arrivals at these `rates` alone."""
     kernels = KernelTimes(core)
     vocab_size = core.model.config.vocab_size
     common = facts() | {"bench": "goodput", "layers": core.model.config.num_hidden_layers, **kernels.row()}
 
-    def row(kind: str, requests: Sequence[Request], seconds: float, latencies: Latencies | None) -> Row:
+    def row(kind: str, requests: Sequence[Request], seconds: float, progress: RunProgress | None) -> Row:
         assert all(request.finish_reason == "length" for request in requests), "a request failed"
         work = kernels.work(requests)
         made = sum(len(request.output_ids) for request in requests)
-        parts = {} if latencies is None else {"first_ms": latencies.first, "between_ms": latencies.between}
+        parts: Row = {}
+        if progress is not None:
+            as_run = kernels.prompts(requests) + sum(kernels.step(rows) for rows in progress.decoded if rows)
+            parts["share_while_busy"] = significant(as_run / (seconds - progress.idle_seconds))
+            parts["first_ms"] = _percentiles(progress.first)
+            parts["between_ms"] = _percentiles(progress.between)
         return common | {
             "kind": kind,
             "requests": len(requests),
@@ -197,19 +220,20 @@ def measure(core: EngineCore, setting: GoodputSetting, rates: Sequence[float] = 
             "output_tokens_per_second": significant(made / seconds),
             "kernel_seconds": significant(work),
             "share_of_kernels": significant(work / seconds),
-            **{name: _percentiles(values) for name, values in parts.items() if values},
+            **parts,
         }
 
     capacity = setting.requests / kernels.work(setting.make(vocab_size))
-    for run, kind in ((10, "arrivals after load"), (11, "arrivals again")):
-        requests = setting.make(vocab_size, run)
-        yield row(kind, requests, *run_arrivals(core, requests, capacity / 2))
-    for run, kind in enumerate(("at once, first time", "at once")):
-        requests = setting.make(vocab_size, run)
-        yield row(kind, requests, *run_at_once(core, requests))
-    requests = setting.make(vocab_size, 2)
-    yield row("threads", requests, run_threads(core, requests), None)
-    for run, share in enumerate(rates, start=3):
+    if not rates:
+        for run, kind in ((10, "arrivals after load"), (11, "arrivals again")):
+            requests = setting.make(vocab_size, run)
+            yield row(kind, requests, *run_arrivals(core, requests, capacity / 2))
+        for run, kind in enumerate(("at once, first time", "at once")):
+            requests = setting.make(vocab_size, run)
+            yield row(kind, requests, *run_at_once(core, requests))
+        requests = setting.make(vocab_size, 2)
+        yield row("threads", requests, run_threads(core, requests), None)
+    for run, share in enumerate(rates or RATES, start=3):
         requests = setting.make(vocab_size, run)
         rate = share * capacity
         yield row(f"arrivals at {share:g} of capacity", requests, *run_arrivals(core, requests, rate)) | {
@@ -245,9 +269,10 @@ def bench_goodput(
     setting: GoodputSetting | None = None,
     max_requests: int = 64,
     max_batch_tokens: int = 4096,
+    rates: Sequence[float] = (),
 ) -> Iterator[Row]:
-    """All rows for random weights of full width."""
+    """The rows of `measure` for random weights of full width."""
     core = random_core(preset("flash", layers, False), distinct, max_requests, max_batch_tokens)
-    for row in measure(core, setting or GoodputSetting()):
+    for row in measure(core, setting or GoodputSetting(), rates):
         yield row | {"layers_with_own_experts": min(distinct, layers)}
     core.close()

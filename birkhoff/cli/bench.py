@@ -220,6 +220,12 @@ def goodput(
     distinct: DistinctLayers = 36,
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 64,
     slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 64,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01, help="Run only arrivals at this share of what the kernels sustain; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Arriving requests on a GPU engine, beside the time its kernels need for the same work; JSON lines.
 
@@ -229,7 +235,7 @@ def goodput(
 
     setting = GoodputSetting(requests)
     if model is None:
-        _print_lines(bench_goodput(layers, distinct, setting, slots))
+        _print_lines(bench_goodput(layers, distinct, setting, slots, rates=rate or ()))
         return
     from birkhoff.api.load import load
     from birkhoff.engine.engine import EngineCore
@@ -238,7 +244,7 @@ def goodput(
     with engine:
         core = engine._core
         assert isinstance(core, EngineCore), "device is cuda, so the backend is birkhoff"
-        _print_lines(measure(core, setting))
+        _print_lines(measure(core, setting, rate or ()))
 
 
 @app.command()

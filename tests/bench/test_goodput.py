@@ -34,8 +34,10 @@ def test_every_request_is_answered_in_each_kind_of_run():
     core = EngineCore(random_model(config), max_requests=2, max_context=64, num_pages=4)
     for run in (run_at_once, lambda core, requests: run_arrivals(core, requests, 100.0)):
         requests = SETTING.make(config.vocab_size)
-        seconds, latencies = run(core, requests)
-        assert seconds > 0 and len(latencies.first) == len(requests)
+        seconds, progress = run(core, requests)
+        assert seconds > progress.idle_seconds >= 0 and len(progress.first) == len(requests)
+        assert sum(progress.decoded) == len(progress.between) == sum(r.max_tokens - 1 for r in requests)
+        assert max(progress.decoded) <= 2, "two requests run at the same time"
         assert all(len(request.output_ids) == request.max_tokens for request in requests)
     requests = SETTING.make(config.vocab_size)
     assert run_threads(core, requests) > 0 and all(request.done for request in requests)

@@ -125,7 +125,9 @@ class Decoder:
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
         self.kernels: CudaBackend | TritonBackend = (
-            CudaBackend(device, pdl) if reason is None else _triton_backend()
+            CudaBackend(device, pdl, {kind.name for w in self.layers for kind in w.expert_types})
+            if reason is None
+            else _triton_backend()
         )
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:

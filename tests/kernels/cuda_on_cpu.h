@@ -22,13 +22,14 @@ struct int4 { int x, y, z, w; };
 struct longlong2 { long long x, y; };
 struct float2 { float x, y; };
 struct Place { int x, y; };
+static Place gridDim;
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
 static thread_local Place threadIdx, blockIdx;
 
-struct Fragments { unsigned a[32][4], b[32][2]; };
+struct Fragments { unsigned a[32][4], b[32][2]; float value[32]; };
 static std::unique_ptr<std::barrier<>> block_barrier;
 static std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
 static std::vector<Fragments> fragments;
@@ -40,6 +41,9 @@ inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)((((uint64_t)high << 32 | low) << (by & 31)) >> 32);
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
     const uint64_t bytes = (uint64_t)b << 32 | a;
@@ -96,15 +100,33 @@ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsi
     __syncwarp();
 }
 
+inline float __shfl_xor_sync(unsigned, float v, int by) {
+    const int lane = threadIdx.x & 31;
+    Fragments& all = fragments[threadIdx.x >> 5];
+    all.value[lane] = v;
+    __syncwarp();
+    v = all.value[lane ^ by];
+    __syncwarp();
+    return v;
+}
+inline float __uint_as_float(unsigned bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline _Float16 e4m3_to_f16(unsigned code) {  // the bits shifted into place are the value times 2^-8
+    return f16_of((code & 0x80) << 8 | (code & 0x7f) << 7) * (_Float16)256;
+}
+inline unsigned e4m3x2_to_f16x2(unsigned two) {
+    return bits_of(e4m3_to_f16(two & 255)) | bits_of(e4m3_to_f16(two >> 8 & 255)) << 16;
+}
+inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
+
 // Only other kernels use these, so they are declared and never called.
-float __shfl_xor_sync(unsigned, float, int);
 float __shfl_sync(unsigned, float, int);
 unsigned __reduce_max_sync(unsigned, unsigned);
 unsigned __reduce_min_sync(unsigned, unsigned);
 unsigned __float_as_uint(float);
-float __uint_as_float(unsigned);
-unsigned e4m3x2_to_f16x2(unsigned);
-uint4 load_once16(const void*);
 uint2 load_once8(const void*);
 
 inline void copy_async16(unsigned char* into, const unsigned char* from) { memcpy(into, from, 16); }
@@ -113,22 +135,22 @@ template <int PENDING> void wait_for_copies() { __syncwarp(); }
 inline void grid_dependency_wait() {}
 inline void launch_dependents() {}
 
-// Run `kernel` for every block of a grid, one block at a time.
+// Run `kernel` for some blocks of a grid, one block at a time.
 template <typename KERNEL>
-void run_grid(int columns, int rows, int threads, const KERNEL& kernel) {
+void run_blocks(Place grid, const int (*blocks)[2], int count, int threads, const KERNEL& kernel) {
+    gridDim = grid;
     block_barrier = std::make_unique<std::barrier<>>(threads);
     warp_barriers.clear();
     for (int i = 0; i < threads / 32; i++) warp_barriers.push_back(std::make_unique<std::barrier<>>(32));
     fragments.resize(threads / 32);
-    for (int y = 0; y < rows; y++)
-        for (int x = 0; x < columns; x++) {
-            std::vector<std::thread> team;
-            for (int t = 0; t < threads; t++)
-                team.emplace_back([&, t] {
-                    threadIdx = {t, 0};
-                    blockIdx = {x, y};
-                    kernel();
-                });
-            for (std::thread& each : team) each.join();
-        }
+    for (int i = 0; i < count; i++) {
+        std::vector<std::thread> team;
+        for (int t = 0; t < threads; t++)
+            team.emplace_back([&, t] {
+                threadIdx = {t, 0};
+                blockIdx = {blocks[i][0], blocks[i][1]};
+                kernel();
+            });
+        for (std::thread& each : team) each.join();
+    }
 }

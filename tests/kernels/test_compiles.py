@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
 from tests.sizes import FULL
 
 pytest.importorskip("triton", reason="triton is not installed")
+CUDA_FOLDER = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
 SHARED = 232_448  # bytes available to one thread block
 ALL = ("experts gate_up", "experts down", "linear fp8", "mhc mix", "attention", "index score")
 SOME = ("experts down", "linear fp8", "mhc mix", "index score")  # the others take several seconds each
@@ -57,35 +60,43 @@ def test_kernels_compile_for_other_gpus_and_fit_their_shared_memory(tmp_path):
 # What CUDA sources are compiled for. Older GPUs, without programmatic dependent launch, use the Triton twins; the
 # matrix instructions of `prompt_experts.cu` exist on 9.0 only, elsewhere its Triton twin runs.
 CUDA_TARGETS = {
-    "sm_90": ("gemv", "experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
+    "sm_90": ("gemv", "experts", "fp8_experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
     "sm_90a": ("prompt_experts",),
-    "sm_100": ("gemv", "experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
-    "sm_120": ("gemv", "experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
+    "sm_100": ("gemv", "experts", "fp8_experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
+    "sm_120": ("gemv", "experts", "fp8_experts", "blocks", "mhc", "route", "topk", "attend", "sample"),
 }
 
 
 def test_cuda_sources_compile_for_hopper_and_blackwell(tmp_path):
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        pytest.skip("nvcc is not installed")
-    folder = Path(__file__).parent.parent.parent / "birkhoff" / "kernels" / "cuda"
-    stems = {path.stem for path in folder.glob("*.cu")}
+    stems = {path.stem for path in CUDA_FOLDER.glob("*.cu")}
     assert stems == {stem for sources in CUDA_TARGETS.values() for stem in sources}, (
         "every source has a target"
     )
     for target, sources in CUDA_TARGETS.items():
         for stem in sources if FULL else {"route"} & set(sources):
-            command = [
-                nvcc,
-                "-std=c++17",
-                f"-arch={target}",
-                "-cubin",
-                folder / f"{stem}.cu",
-                "-o",
-                tmp_path / "out",
-            ]
-            process = subprocess.run(command, capture_output=True, text=True)
-            assert process.returncode == 0, (target, stem, process.stderr[-2000:])
+            compile_with_nvcc(stem, target, tmp_path)
+
+
+def test_every_decoder_of_experts_compiles_and_fits_the_registers_of_its_thread_blocks(tmp_path):
+    names = list(BLOCK_DECODERS) if FULL else ["Q2_K_ONE"]
+    for name in names:
+        for warps, stages in ((4, 1), (8, 2)) if FULL else ((8, 2),):
+            variant = BlockVariant(name, warps, stages)
+            report = compile_with_nvcc("blocks", "sm_90", tmp_path, variant.defines)
+            used = [int(each) for each in re.findall(r"Used (\d+) registers", report)]
+            assert len(used) == 2 and max(used) <= 128, report  # two thread blocks of eight warps
+
+
+def compile_with_nvcc(stem: str, target: str, folder: Path, defines: tuple[str, ...] = ()) -> str:
+    """Compile a CUDA source; returns the assembler's report of registers and memory."""
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    options = ["-std=c++17", f"-arch={target}", "-cubin", "-Xptxas", "-v", *(f"-D{each}" for each in defines)]
+    command = [nvcc, *options, CUDA_FOLDER / f"{stem}.cu", "-o", folder / "out"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, (target, stem, defines, process.stderr[-2000:])
+    return process.stderr
 
 
 def compile_elsewhere(arguments: list[str], cache: Path) -> list[dict]:

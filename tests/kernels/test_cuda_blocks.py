@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import TYPES, PackedMatrix
 from tests.kernels.test_cuda import WIDE
@@ -40,6 +42,11 @@ def fp4_order(rows):
     return rows.unflatten(-1, (-1, 8))[..., order].flatten(-2).contiguous()
 
 
+def kind_of(decoder: str) -> str:
+    """The type that a decoder of blocks.cuh reads."""
+    return re.sub(r"(_ONE)?\d*$", "", decoder) if decoder not in TYPES else decoder
+
+
 def worst(actual, expected) -> float:
     return float((actual.double() - expected).abs().max() / expected.abs().max())
 
@@ -69,57 +76,100 @@ def test_rows_in_groups_read_their_own_inputs():
     assert worst(out, parts.transpose(0, 1).reshape(3, 128)) < 2e-6
 
 
-@pytest.mark.parametrize("rows", [1, 4, 20])
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ2_XXS"])
+# Every decoder as it is used, and in ranges of tiles.
+VARIANTS = [
+    BlockVariant(name, *form) for name in BLOCK_DECODERS for form in ((4, 1, 0), (8, 2, 3), (4, 3, 1))
+]
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, None], ids=str)
 @torch.inference_mode()
-def test_experts_equal_the_product_of_their_values(kind, rows):
-    """Twenty tokens ask two experts each of three, so that an expert has more than one tile of eight tokens."""
-    kernels, hidden, inner, topk = backend(), 4096, 2048, 2
-    both = [weight_of(kind, 2 * inner, hidden, seed) for seed in range(3)]
-    last = [weight_of(kind, hidden, inner, 7 + seed) for seed in range(3)]
-    x = 0.02 * inputs(rows, hidden)[1]
-    ids = torch.stack([torch.randperm(3)[:topk] for _ in range(rows)])
-    slots = torch.zeros(3, 16, dtype=torch.int32)
-    order, count = [], 0
-    for expert in range(3):
-        pairs = (ids.flatten() == expert).nonzero().flatten().tolist()
-        slots[expert, :3] = torch.tensor([expert, count, len(pairs)])
-        slots[expert].view(torch.int64)[2] = both[expert].weight.data_ptr()
-        slots[expert].view(torch.int64)[4] = last[expert].weight.data_ptr()
-        order, count = order + pairs, count + len(pairs)
-    weights = torch.rand(rows, topk, device="cuda")
-    buffers = SimpleNamespace(
-        rows=rows,
-        x=x,
-        x_fp4_order=fp4_order(x.half()),
-        expert_slots=slots.cuda(),
-        pair_order=torch.tensor([order, order], dtype=torch.int32).cuda(),
-        topk_weights=weights,
-        expert_hidden=torch.full((rows * topk, inner), float("nan"), dtype=torch.float16, device="cuda"),
-        shared_hidden=torch.zeros(rows, inner, dtype=torch.float16, device="cuda"),
-        expert_out=torch.full((rows, topk + 1, hidden), float("nan"), device="cuda"),
-    )
-    layer = SimpleNamespace(
-        expert_types=(TYPES[kind], TYPES[kind]),
-        host_range=None,
-        shared_down=weight_of("Q8_0", hidden, inner, 5),
-    )
-    kernels.gate_up(layer, buffers, 10.0)
-    kernels.down(layer, buffers)
-    for token in range(rows):
-        for place in range(topk):
-            expert = int(ids[token, place])
-            a, b = (both[expert].dense().double() @ x[token].double()).split(inner)
-            hidden_row = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10) * weights[token, place]
-            actual = buffers.expert_hidden[token * topk + place]
-            assert worst(actual, fp4_order(hidden_row)) < 2**-10
-            expected = fp4_order(last[expert].dense()).double() @ actual.double()
-            assert worst(buffers.expert_out[token, place], expected) < 2e-6
-    assert not buffers.expert_out[:, -1].any()
+def test_experts_equal_the_product_of_their_values(variant):
+    """Twenty tokens ask two experts each of three, so that an expert has more than one tile of eight tokens. Without a
+    variant the experts are FP8."""
+    decoder = BLOCK_DECODERS["Q6_K" if variant is None else variant.decoder]
+    for rows in (1,) if decoder.one else (1, 4, 20):
+        layer = RandomExperts("FP8" if variant is None else kind_of(variant.decoder), rows)
+        if variant is None:
+            layer.kernels.gate_up(layer, layer.buffers, 10.0)
+            layer.kernels.down(layer, layer.buffers)
+            assert not layer.buffers.expert_out[:, -1].any()
+        else:
+            layer.kernels.block_gate_up(layer, layer.buffers, 10.0, variant)
+            layer.kernels.block_down(layer, layer.buffers, variant)
+        layer.check()
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q6_K", "IQ2_XXS", "FP8"])
+@torch.inference_mode()
+def test_experts_in_host_memory_are_read_over_the_bus(kind, rows):
+    layer = RandomExperts(kind, rows, host=True)
+    layer.kernels.gate_up(layer, layer.buffers, 10.0)
+    layer.kernels.down(layer, layer.buffers)
+    layer.check()
+
+
+class RandomExperts:
+    """Three experts of one type, in place of the weights of a layer, and the buffers of a step of `rows` tokens that
+    ask two of them each. With `host` the second expert is in page-locked memory."""
+
+    def __init__(self, kind: str, rows: int, host: bool = False):
+        self.kernels, self.hidden, self.inner, self.topk, self.rows = backend(), 4096, 2048, 2, rows
+        hidden, inner, topk = self.hidden, self.inner, self.topk
+        self.both = [random_matrix(TYPES[kind], 2 * inner, hidden, seed) for seed in range(3)]
+        self.last = [random_matrix(TYPES[kind], hidden, inner, 7 + seed) for seed in range(3)]
+        self.x = 0.02 * inputs(rows, hidden)[1]
+        self.ids = torch.stack([torch.randperm(3)[:topk] for _ in range(rows)])
+        slots = torch.zeros(3, 16, dtype=torch.int32)
+        self.memory = []
+        order: list[int] = []
+        for expert in range(3):
+            pairs = (self.ids.flatten() == expert).nonzero().flatten().tolist()
+            slots[expert, :3] = torch.tensor([expert, len(order), len(pairs)])
+            for at, matrix in ((2, self.both[expert]), (4, self.last[expert])):
+                for offset, tensor in enumerate((matrix.codes, matrix.scales)):
+                    if tensor is not None:
+                        placed = tensor.pin_memory() if host and expert == 1 else tensor.cuda()
+                        self.memory.append(placed)
+                        slots[expert].view(torch.int64)[at + offset] = placed.data_ptr()
+            order += pairs
+        self.weights = torch.rand(rows, topk, device="cuda")
+        self.expert_types = (TYPES[kind], TYPES[kind])
+        self.host_range = (1, 2) if host else None
+        self.shared_down = weight_of("Q8_0", hidden, inner, 5)
+        self.permuted = (lambda values: values) if kind == "FP8" else fp4_order
+        hidden_rows = torch.full((rows * topk, inner), float("nan"), dtype=torch.float16, device="cuda")
+        self.buffers = SimpleNamespace(
+            rows=rows,
+            x=self.x,
+            x_fp16=self.x.half(),
+            x_fp4_order=fp4_order(self.x.half()),
+            expert_slots=slots.cuda(),
+            pair_order=torch.tensor([order, order], dtype=torch.int32).cuda(),
+            topk_weights=self.weights,
+            expert_hidden=hidden_rows,
+            shared_hidden=torch.zeros(rows, inner, dtype=torch.float16, device="cuda"),
+            expert_out=torch.full((rows, topk + 1, hidden), float("nan"), device="cuda"),
+        )
+
+    def check(self) -> None:
+        both = [matrix.dense().double().cuda() for matrix in self.both]
+        last = [matrix.dense().double().cuda() for matrix in self.last]
+        for token in range(self.rows):
+            for place in range(self.topk):
+                expert = int(self.ids[token, place])
+                a, b = (both[expert] @ self.x[token].double()).split(self.inner)
+                weight = self.weights[token, place]
+                hidden_row = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10) * weight
+                actual = self.buffers.expert_hidden[token * self.topk + place]
+                assert worst(actual, self.permuted(hidden_row)) < 2**-10
+                expected = self.permuted(last[expert]) @ actual.double()
+                assert worst(self.buffers.expert_out[token, place], expected) < 2e-6
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 33])
-@pytest.mark.parametrize("experts", ["FP4", "Q2_K", "IQ2_XXS"])
+@pytest.mark.parametrize("experts", ["FP4", "FP8", *BLOCK_TYPES])
 @torch.inference_mode()
 def test_a_step_matches_the_triton_kernels(experts, rows):
     from birkhoff.bench.decode import set_inputs

@@ -1,4 +1,5 @@
-"""The CUDA kernels for experts of ggml's types, compiled for a CPU (`cuda_on_cpu.h`) and compared with exact products.
+"""The CUDA kernels for experts of ggml's types and FP8, compiled for a CPU (`cuda_on_cpu.h`) and compared with exact
+products.
 
 What this covers is the arithmetic: which lane multiplies which code with which input, scales, signs and sums. What only
 a GPU shows (asynchronous copies, early launches) is in `test_cuda_blocks.py`.
@@ -10,108 +11,191 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from birkhoff.kernels.cuda.variants import BLOCK_TYPES, BLOCK_WARPS, block_memory
+from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
 from birkhoff.kernels.packed import TYPES
 from birkhoff.kernels.packed.grids import grid
-from tests.kernels.test_cuda_blocks import fp4_order, worst
+from tests.kernels.test_cuda_blocks import fp4_order, kind_of, worst
 from tests.packed_matrices import random_matrix
 
 SOURCES = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
 HERE = Path(__file__).parent
-CALLS = """
-extern "C" void run_gate_up(const ExpertSlot* slots, int count, const int* order, const float* weights, const u16* x,
-                            u16* z, const u8* grid, int inner, int width, int topk, float limit) {
-    run_grid(2, count, 32 * WARPS, [=] { gate_up_blocks<TYPE, WARPS>(slots, order, weights, x, z, grid, inner,
-                                                                            width, topk, limit); });
+ARGUMENTS = {
+    "gate_up": "const ExpertSlot* slots, {count}const int* order, const float* weights, const u16* x, u16* z, {grid}"
+    "int inner, int width, int topk, float limit",
+    "down": "const ExpertSlot* slots, {count}const int* order, const u16* z, float* y, {grid}int inner, int width, "
+    "int topk",
 }
-extern "C" void run_down(const ExpertSlot* slots, int count, const int* order, const u16* z, float* y, const u8* grid,
-                         int inner, int width, int topk) {
-    run_grid(2, count, 32 * WARPS, [=] { down_blocks<TYPE, WARPS>(slots, order, z, y, grid, inner, width,
-                                                                          topk); });
-}
-"""
+# Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages.
+VARIANTS = [
+    BlockVariant(name, *((2, 1), (2, 2, 1), (1, 3, 1))[index % 3])
+    for index, name in enumerate(BLOCK_DECODERS)
+]
 
 
 def without_ptx(text: str) -> str:
     """A source without its includes, kernels and functions of inline PTX."""
-    text = re.sub(r"^(#include|#pragma once|extern __shared__).*$", "", text, flags=re.M)
+    text = re.sub(r"^(#include|#pragma once|extern __shared__|#if.*|#endif).*$", "", text, flags=re.M)
     paragraphs = text.split("\n\n")
-    return "\n\n".join(each for each in paragraphs if "asm" not in each and "#define" not in each)
+    return "\n\n".join(each for each in paragraphs if "asm" not in each and 'extern "C"' not in each)
+
+
+def caller(name: str, function: str, kernel: str, threads: int, block_type: bool) -> str:
+    """A function `name` that runs blocks of a grid of the kernel `function`."""
+    count, table = ("int slot_count, ", "const u8* grid, ") if block_type else ("", "")
+    declared = ARGUMENTS[kernel].format(count=count, grid=table)
+    passed = ", ".join(each.split()[-1] for each in declared.split(", "))
+    return (
+        f'extern "C" void {name}(Place shape, const int (*blocks)[2], int block_count, {declared}) {{\n'
+        f"    run_blocks(shape, blocks, block_count, {threads}, [=] {{ {function}({passed}); }});\n}}\n"
+    )
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library(tmp_path_factory) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
-
-    def build(kind: str) -> ctypes.CDLL:
-        text = '#include "cuda_on_cpu.h"\nstatic uint4 memory[4096];\n'
-        for name in ("common.cuh", "gemv.cuh", "blocks.cuh", "blocks.cu"):
-            text += without_ptx((SOURCES / name).read_text())
-        text = re.sub(r"(?m)^EXPERTS_BLOCKS.*$", "", text)
-        file = folder / f"{kind}.cpp"
-        file.write_text(text + CALLS.replace("TYPE", kind).replace("WARPS", str(BLOCK_WARPS)))
-        flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-        subprocess.run([compiler, *flags, str(file), "-o", str(folder / f"{kind}.so")], check=True)
-        return ctypes.CDLL(str(folder / f"{kind}.so"))
-
-    return build
-
-
-def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+    text = '#include "cuda_on_cpu.h"\nstatic uint4 memory[8192];\n'
+    for name in ("common.cuh", "gemv.cuh", "blocks.cuh", "blocks.cu"):
+        text += without_ptx((SOURCES / name).read_text())
+    for variant in VARIANTS:
+        parameters = f"<{variant.decoder}, {variant.warps}, {variant.stages}>"
+        for kernel in ARGUMENTS:
+            name = f"{kernel}_{variant.decoder}"
+            text += caller(name, f"{kernel}_blocks{parameters}", kernel, 32 * variant.warps, True)
+    text += without_ptx((SOURCES / "fp8_experts.cu").read_text())
+    for kernel in ARGUMENTS:
+        text += caller(f"{kernel}_FP8", f"{kernel}_fp8", kernel, 128, False)
+    (folder / "kernels.cpp").write_text(text)
+    flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
+    subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
 
 
-@pytest.mark.parametrize("kind", list(BLOCK_TYPES))
-def test_experts_equal_the_product_of_their_values(library, kind):
-    """The first two thread blocks of every expert. Eleven tokens ask one of them, so that it has more than one tile of
-    eight tokens; three ask the other."""
-    compiled, hidden, inner, rows, topk = library(kind), 1280, 512, 11, 2
+class Place(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+
+def argument(value):
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else value
+
+
+def run(kernel, shape: tuple[int, int], blocks: list[tuple[int, int]], *arguments) -> None:
+    """Run some blocks of a grid."""
+    chosen = torch.tensor(blocks, dtype=torch.int32)
+    kernel(Place(*shape), argument(chosen), len(blocks), *map(argument, arguments))
+
+
+@dataclass
+class Layer:
+    """Two experts of one layer and a plan in which `pairs[e]` are the (token, choice) pairs of expert e."""
+
+    hidden: int
+    inner: int
+    both: list
+    last: list
+    slots: torch.Tensor
+    order: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
+    z: torch.Tensor
+    pairs: list[list[int]]
+    topk: int
+
+
+def random_layer(kind: str, hidden: int, inner: int, rows: int, pairs: list[list[int]], topk: int) -> Layer:
     both = [random_matrix(TYPES[kind], 2 * inner, hidden, seed) for seed in range(2)]
     last = [random_matrix(TYPES[kind], hidden, inner, 7 + seed) for seed in range(2)]
     generator = torch.Generator().manual_seed(1)
-    x = (0.05 * torch.randn(rows, hidden, generator=generator)).bfloat16()
-    weights = torch.rand(rows, topk, generator=generator)
-    pairs = [[2 * row for row in range(rows)], [1, 5, 21]]
     slots, order = torch.zeros(2, 16, dtype=torch.int32), []
     for expert, each in enumerate(pairs):
         slots[expert, :3] = torch.tensor([expert, len(order), len(each)])
-        slots[expert].view(torch.int64)[2] = both[expert].codes.data_ptr()
-        slots[expert].view(torch.int64)[4] = last[expert].codes.data_ptr()
+        for at, matrix in ((2, both[expert]), (4, last[expert])):
+            slots[expert].view(torch.int64)[at] = matrix.codes.data_ptr()
+            if matrix.scales is not None:
+                slots[expert].view(torch.int64)[at + 1] = matrix.scales.data_ptr()
         order += each
-    assert block_memory(kind, hidden, rows) <= 4096 * 16
-    places = torch.tensor(order, dtype=torch.int32)
-    table = grid(kind).flatten().contiguous() if kind.startswith("IQ") else torch.zeros(1, dtype=torch.uint8)
-    z = torch.full((rows * topk, inner), float("nan"), dtype=torch.float16)
-    z_down = torch.randn(rows * topk, inner, generator=generator).half()
-    y = torch.full((rows, topk + 1, hidden), float("nan"))
-    inputs = fp4_order(x.half())
-    plan = (pointer(slots), 2, pointer(places))
-    compiled.run_gate_up(
-        *plan,
-        pointer(weights),
-        pointer(inputs),
-        pointer(z),
-        pointer(table),
-        inner,
+    return Layer(
         hidden,
+        inner,
+        both,
+        last,
+        slots,
+        torch.tensor(order, dtype=torch.int32),
+        torch.rand(rows, topk, generator=generator),
+        (0.05 * torch.randn(rows, hidden, generator=generator)).half(),
+        torch.randn(rows * topk, inner, generator=generator).half(),
+        pairs,
         topk,
-        ctypes.c_float(10.0),
     )
-    compiled.run_down(*plan, pointer(z_down), pointer(y), pointer(table), inner, hidden, topk)
-    for expert, each in enumerate(pairs):
-        for pair in each:
-            token, place = divmod(pair, topk)
-            a, b = (both[expert].dense().double() @ x[token].double()).split(inner)
-            hidden_row = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10) * weights[token, place]
-            assert worst(z[pair, :16], fp4_order(hidden_row)[:16]) < 2**-10
-            product = fp4_order(last[expert].dense()).double() @ z_down[pair].double()
-            assert worst(y[token, place, :32], product[:32]) < 2e-6
+
+
+def expected_hidden(layer: Layer, expert: int, pair: int) -> torch.Tensor:
+    a, b = (layer.both[expert].dense().double() @ layer.x[pair // layer.topk].double()).split(layer.inner)
+    return torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10) * layer.weights.flatten()[pair]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda each: each.decoder)
+def test_experts_equal_the_product_of_their_values(library, variant):
+    """Some tiles of both experts. Nine tokens ask the first, so that it has more than one tile of eight tokens; two ask
+    the other. A decoder for one token has one, which asks both."""
+    decoder, kind = BLOCK_DECODERS[variant.decoder], kind_of(variant.decoder)
+    rows, pairs = (1, [[0], [1]]) if decoder.one else (9, [[2 * row for row in range(9)], [1, 17]])
+    layer = random_layer(kind, 768, 256, rows, pairs, 2)
+    hidden, inner, topk = layer.hidden, layer.inner, layer.topk
+    assert variant.memory(hidden, rows) <= 8192 * 16
+    table = grid(kind).flatten().contiguous() if decoder.table else torch.zeros(1, dtype=torch.uint8)
+    z = torch.full((rows * topk, inner), float("nan"), dtype=torch.float16)
+    y = torch.full((rows, topk + 1, hidden), float("nan"))
+    plan = (layer.slots, 2, layer.order)
+
+    def tiles(rows_of_an_expert: int, step: int) -> tuple[tuple[int, int], list[tuple[int, int]], list]:
+        """A grid, blocks around the border of the two experts, and their tiles: (expert, first row)."""
+        each = rows_of_an_expert // step
+        count = 2 * each if variant.stages == 1 else 2 * each // (variant.stages + 1)
+        blocks = [count // 2 - 1, count // 2]
+        covered = range(2 * each * blocks[0] // count, 2 * each * (blocks[1] + 1) // count)
+        return (count, 1), [(block, 0) for block in blocks], [(t // each, t % each * step) for t in covered]
+
+    shape, blocks, covered = tiles(inner, 8)
+    inputs = (layer.weights, fp4_order(layer.x), z, table, inner, hidden, topk, 10.0)
+    run(library[f"gate_up_{variant.decoder}"], shape, blocks, *plan, *inputs)
+    for expert, row in covered:
+        for pair in pairs[expert]:
+            expected = fp4_order(expected_hidden(layer, expert, pair))
+            assert worst(z[pair, row : row + 8], expected[row : row + 8]) < 2**-10
+    assert {expert for expert, _ in covered} == {0, 1}
+    shape, blocks, covered = tiles(hidden, 16)
+    run(library[f"down_{variant.decoder}"], shape, blocks, *plan, layer.z, y, table, inner, hidden, topk)
+    for expert, row in covered:
+        for pair in pairs[expert]:
+            product = fp4_order(layer.last[expert].dense()).double() @ layer.z[pair].double()
+            assert worst(y[pair // 2, pair % 2, row : row + 16], product[row : row + 16]) < 2e-6
     assert y[:, -1].isnan().all()
+
+
+def test_experts_in_fp8_equal_the_product_of_their_values(library):
+    rows, topk = 9, 2
+    layer = random_layer("FP8", 512, 256, rows, [[2 * row for row in range(9)], [1, 17]], topk)
+    z = torch.full((rows * topk, layer.inner), float("nan"), dtype=torch.float16)
+    y = torch.full((rows, topk + 1, layer.hidden), float("nan"))
+    blocks = [(8, 0), (15, 1)]  # both tiles of scales
+    sizes = (layer.inner, layer.hidden, topk)
+    shape = (layer.inner // 16, 2)
+    run(library.gate_up_FP8, shape, blocks, layer.slots, layer.order, layer.weights, layer.x, z, *sizes, 10.0)
+    run(library.down_FP8, (layer.hidden // 16, 2), blocks, layer.slots, layer.order, layer.z, y, *sizes)
+    for block, expert in blocks:
+        here = slice(16 * block, 16 * block + 16)
+        for pair in layer.pairs[expert]:
+            assert worst(z[pair, here], expected_hidden(layer, expert, pair)[here]) < 2**-10
+            product = layer.last[expert].dense().double() @ layer.z[pair].double()
+            assert worst(y[pair // 2, pair % 2, here], product[here]) < 2e-6

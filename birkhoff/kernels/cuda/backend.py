@@ -3,13 +3,13 @@
 Weights are read in 16-byte loads: input widths must be multiples of 128 (512 for experts), output widths of 16. Expert
 scales are applied as float16 powers of two, which span 29 octaves: each kind of matrix is shifted by a common power of
 two, found when the weights are bound and divided out of the sums. Models that do not fit are reported by
-`unsupported_reason` and use the Triton backend. Projections of FP8, Q8_0 and bfloat16 and experts of FP4, Q2_K and
-IQ2_XXS have kernels here; other types are multiplied by the Triton twins, between these kernels.
+`unsupported_reason` and use the Triton backend. Projections of FP8, Q8_0 and bfloat16 and experts of FP4, FP8 and the
+`BLOCK_TYPES` have kernels here; other types are multiplied by the Triton twins, between these kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
 from functools import lru_cache
@@ -20,10 +20,12 @@ import torch
 
 from birkhoff.kernels.cuda.compile import Module, find_nvrtc
 from birkhoff.kernels.cuda.variants import (
-    BLOCK_WARPS,
+    BLOCK_TYPES,
     Q8_STAGE,
-    block_memory,
+    BlockVariant,
+    block_variant,
     gemv_variant,
+    is_fp8_experts,
     q8_variant,
     reads,
     reads_experts,
@@ -83,28 +85,36 @@ def scale_offset(scales: torch.Tensor) -> int | None:
 
 
 @lru_cache
-def compiled_module(file: str, device: torch.device) -> Module:
-    """The module of one source; compiled once per process and device, since it takes seconds."""
+def compiled_module(file: str, device: torch.device, defines: tuple[str, ...] = ()) -> Module:
+    """The module of one source; compiled once per process, device and `defines`, since it takes seconds."""
     nvrtc = find_nvrtc()
     assert nvrtc is not None
-    return Module(nvrtc, SOURCES / file, device)
+    return Module(nvrtc, SOURCES / file, device, defines)
 
 
 class CudaBackend:
     """The decode kernels of one device. `pdl` enables programmatic dependent launch: a kernel may start while the
-    preceding one ends."""
+    preceding one ends. Kernels of `expert_types` (their names) are compiled with the others; those of further types
+    when they are first launched."""
 
     name = "cuda"
     fp16_inputs = True  # FP8 and FP4 products read their inputs in float16
 
-    def __init__(self, device: torch.device, pdl: bool = True):
+    def __init__(self, device: torch.device, pdl: bool = True, expert_types: Iterable[str] = ()):
         self.pdl = pdl
-        stems = ("gemv", "experts", "blocks", "mhc", "route", "topk", "attend")
-        with ThreadPoolExecutor(len(stems)) as pool:  # NVRTC takes seconds per source
-            modules = pool.map(lambda stem: compiled_module(f"{stem}.cu", device), stems)
-            self._gemv, self._experts, self._blocks, self._mhc, self._route, self._topk, self._attend = (
-                modules
-            )
+        self.device = device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        sources: list[tuple[str, tuple[str, ...]]] = [
+            (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
+        ]
+        for kind in sorted(set(expert_types)):
+            if kind in BLOCK_TYPES:
+                sources.append(("blocks.cu", block_variant(kind).defines))
+            elif kind == "FP8":
+                sources.append(("fp8_experts.cu", ()))
+        with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
+            modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
+        self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
 
     def gemv(
         self,
@@ -250,24 +260,10 @@ class CudaBackend:
 
                 block_gate_up(w, buffers, limit)
                 return
-            kind = w.expert_types[0].name
-            self._blocks.launch(
-                f"gate_up_{kind}_{BLOCK_WARPS}",
-                (inner // 8, buffers.expert_slots.shape[0]),
-                32 * BLOCK_WARPS,
-                buffers.expert_slots,
-                buffers.pair_order[1],
-                buffers.topk_weights,
-                buffers.x_fp4_order,
-                buffers.expert_hidden,
-                _lookup_table(kind, buffers.x.device),
-                inner,
-                width,
-                buffers.topk_weights.shape[1],
-                float(limit),
-                pdl=self.pdl,
-                shared=block_memory(kind, width, buffers.rows),
-            )
+            if is_fp8_experts(w):
+                self._fp8_gate_up(buffers, limit)
+            else:
+                self.block_gate_up(w, buffers, limit, block_variant(w.expert_types[0].name))
             return
         warps = 2 if buffers.rows == 1 else 4
         offset = w.scale_offsets[0]
@@ -306,22 +302,10 @@ class CudaBackend:
 
                 block_down(w, buffers)
                 return
-            kind = w.expert_types[1].name
-            self._blocks.launch(
-                f"down_{kind}_{BLOCK_WARPS}",
-                (width // 16, buffers.expert_slots.shape[0]),
-                32 * BLOCK_WARPS,
-                buffers.expert_slots,
-                buffers.pair_order[1],
-                buffers.expert_hidden,
-                buffers.expert_out,
-                _lookup_table(kind, buffers.x.device),
-                inner,
-                width,
-                buffers.topk_weights.shape[1],
-                pdl=self.pdl,
-                shared=block_memory(kind, inner, buffers.rows),
-            )
+            if is_fp8_experts(w):
+                self._fp8_down(buffers)
+            else:
+                self.block_down(w, buffers, block_variant(w.expert_types[1].name))
             return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
@@ -347,6 +331,92 @@ class CudaBackend:
             *_host_range(w),
             pdl=self.pdl,
             shared=warps * row_tiles * 2 * Q8_STAGE if fused and q8 else 0,
+        )
+
+    def block_gate_up(
+        self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float, variant: BlockVariant
+    ) -> None:
+        """`gate_up` of a type of blocks.cu, in one of its variants."""
+        slots, inner, width = (
+            buffers.expert_slots.shape[0],
+            buffers.expert_hidden.shape[1],
+            buffers.x.shape[1],
+        )
+        compiled_module("blocks.cu", self.device, variant.defines).launch(
+            "gate_up",
+            (variant.thread_blocks(slots * inner // 8, self.processors), 1),
+            32 * variant.warps,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_fp4_order,
+            buffers.expert_hidden,
+            _lookup_table(w.expert_types[0].name, buffers.x.device),
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            float(limit),
+            pdl=self.pdl,
+            shared=variant.memory(width, buffers.rows),
+        )
+
+    def block_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers, variant: BlockVariant) -> None:
+        """`down` of a type of blocks.cu, in one of its variants, without the shared expert."""
+        slots, inner, width = (
+            buffers.expert_slots.shape[0],
+            buffers.expert_hidden.shape[1],
+            buffers.x.shape[1],
+        )
+        compiled_module("blocks.cu", self.device, variant.defines).launch(
+            "down",
+            (variant.thread_blocks(slots * width // 16, self.processors), 1),
+            32 * variant.warps,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.expert_hidden,
+            buffers.expert_out,
+            _lookup_table(w.expert_types[1].name, buffers.x.device),
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            pdl=self.pdl,
+            shared=variant.memory(inner, buffers.rows),
+        )
+
+    def _fp8_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
+        slots, inner = buffers.expert_slots.shape[0], buffers.expert_hidden.shape[1]
+        compiled_module("fp8_experts.cu", self.device).launch(
+            "gate_up",
+            (inner // 16, slots),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_fp16,
+            buffers.expert_hidden,
+            inner,
+            buffers.x.shape[1],
+            buffers.topk_weights.shape[1],
+            float(limit),
+            pdl=self.pdl,
+        )
+
+    def _fp8_down(self, buffers: ExpertBuffers) -> None:
+        slots, width = buffers.expert_slots.shape[0], buffers.x.shape[1]
+        compiled_module("fp8_experts.cu", self.device).launch(
+            "down",
+            (width // 16, slots),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.expert_hidden,
+            buffers.expert_out,
+            buffers.expert_hidden.shape[1],
+            width,
+            buffers.topk_weights.shape[1],
+            pdl=self.pdl,
         )
 
     def write_and_mix(

@@ -41,21 +41,23 @@ def find_nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def cached_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
+def cached_cubin(
+    nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int], defines: tuple[str, ...] = ()
+) -> bytes:
     """`compile_cubin`, kept on disk under a key of the sources, the compiler's version and the device's capability.
 
     A cache that cannot be read or written is ignored."""
     major, minor = c_int(), c_int()
     _check(nvrtc.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
     sources = [path, *sorted(path.parent.glob("*.cuh"))]
-    key = hashlib.sha256(repr((major.value, minor.value, capability, path.name)).encode())
+    key = hashlib.sha256(repr((major.value, minor.value, capability, path.name, defines)).encode())
     for source in sources:
         key.update(source.read_bytes())
     file = cache_folder("cubin") / f"{path.stem}-{key.hexdigest()[:32]}.cubin"
     try:
         return file.read_bytes()
     except OSError:
-        cubin = compile_cubin(nvrtc, path, capability)
+        cubin = compile_cubin(nvrtc, path, capability, defines)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, cubin, sync=False)
@@ -68,8 +70,10 @@ def architecture(path: Path, capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}{own}"
 
 
-def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
-    """Compile one source to machine code; it may include the headers of its folder."""
+def compile_cubin(
+    nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int], defines: tuple[str, ...] = ()
+) -> bytes:
+    """Compile one source to machine code; it may include the headers of its folder. `defines` are NAME=VALUE."""
     program = c_void_p()
     headers = {header.name.encode(): header.read_bytes() for header in path.parent.glob("*.cuh")}
     texts, names = ((c_char_p * len(headers))(*part) for part in (headers.values(), headers))
@@ -81,6 +85,7 @@ def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -
         f"--gpu-architecture={architecture(path, capability)}".encode(),
         b"--std=c++17",
         b"-default-device",
+        *(f"-D{each}".encode() for each in defines),
     ]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
     if status:
@@ -130,14 +135,14 @@ _PDL_ATTRIBUTE = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 class Module:
-    """The compiled kernels of one source on one device."""
+    """The compiled kernels of one source, with `defines`, on one device."""
 
-    def __init__(self, nvrtc: ctypes.CDLL, path: Path, device: torch.device):
+    def __init__(self, nvrtc: ctypes.CDLL, path: Path, device: torch.device, defines: tuple[str, ...] = ()):
         torch.cuda.init()
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # make the context of the device current in this thread
             self._driver = ctypes.CDLL("libcuda.so.1")
-            self._cubin = cached_cubin(nvrtc, path, torch.cuda.get_device_capability(device))
+            self._cubin = cached_cubin(nvrtc, path, torch.cuda.get_device_capability(device), defines)
             self._module = c_void_p()
             _check(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
         self._functions: dict[str, c_void_p] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from birkhoff.kernels.decode_buffers import ExpertLayerWeights
@@ -10,9 +12,65 @@ from birkhoff.kernels.linear.packed import PackedWeight
 MAX_ROWS = 64
 Q8_COLUMNS = 256  # of a stage, as in blocks.cuh
 Q8_STAGE = 16 * 272  # its bytes of shared memory
-# Types of experts in blocks.cu: bytes of 256 columns, and whether they need sums of inputs.
-BLOCK_TYPES = {"Q2_K": (84, True), "IQ2_XXS": (66, False)}
-BLOCK_WARPS = 4
+
+
+@dataclass(frozen=True)
+class BlockDecoder:
+    """A type of experts in blocks.cuh: bytes of 256 columns, whether it needs sums of inputs, bytes of its table, and
+    whether it serves a single token only."""
+
+    block_bytes: int
+    sums: bool = False
+    table: int = 0
+    one: bool = False
+
+
+BLOCK_DECODERS = {
+    "Q2_K": BlockDecoder(84, sums=True),
+    "Q2_K_ONE": BlockDecoder(84, sums=True, one=True),
+    "Q3_K": BlockDecoder(110, sums=True),
+    "Q4_K": BlockDecoder(144, sums=True),
+    "Q5_K": BlockDecoder(176, sums=True),
+    "Q6_K": BlockDecoder(210),
+    "IQ4_XS": BlockDecoder(136),
+    "IQ2_XXS": BlockDecoder(66, table=2048),
+    "IQ2_XXS_ONE": BlockDecoder(66, table=2048, one=True),
+    "IQ2_XXS_ONE16": BlockDecoder(66, table=2048 * 16, one=True),
+    "IQ2_XS": BlockDecoder(74, table=4096),
+    "IQ2_XS8": BlockDecoder(74, table=4096 * 8),
+    "IQ3_XXS": BlockDecoder(98, table=1024),
+    "IQ3_XXS32": BlockDecoder(98, table=1024 * 32),
+}
+BLOCK_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_XS")
+
+
+@dataclass(frozen=True)
+class BlockVariant:
+    """A form of blocks.cu: its decoder, warps of a thread block, tiles of sixteen rows that are copied at a time, and
+    thread blocks per multiprocessor; 0 if every tile has its own."""
+
+    decoder: str
+    warps: int = 4
+    stages: int = 1
+    blocks: int = 0
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return (f"BLOCK_TYPE={self.decoder}", f"BLOCK_WARPS={self.warps}", f"BLOCK_STAGES={self.stages}")
+
+    def memory(self, inner: int, rows: int) -> int:
+        """Bytes of dynamic shared memory: tiles, sums of the inputs of up to eight tokens, and the table."""
+        decoder = BLOCK_DECODERS[self.decoder]
+        tile = inner // 256 * 16 * decoder.block_bytes
+        return self.stages * tile + (inner // 4 * min(rows, 8) if decoder.sums else 0) + decoder.table
+
+    def thread_blocks(self, tiles: int, processors: int) -> int:
+        return min(tiles, processors * self.blocks) if self.blocks else tiles
+
+
+def block_variant(kind: str) -> BlockVariant:
+    """The variant of a type. Only this one of Q2_K and IQ2_XXS was measured."""
+    return BlockVariant(kind)
 
 
 def reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> bool:
@@ -27,15 +85,14 @@ def reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> 
 
 
 def reads_experts(w: ExpertLayerWeights, width: int, inner: int) -> bool:
-    """Whether `blocks.cu` multiplies the experts of a layer: known types, whole blocks, all on the GPU."""
-    known = all(kind.name in BLOCK_TYPES for kind in w.expert_types)
-    return known and width % 256 == 0 and inner % 256 == 0 and w.host_range is None
+    """Whether `blocks.cu` or `fp8_experts.cu` multiplies the experts of a layer: known types, whole blocks."""
+    if is_fp8_experts(w):
+        return width % 128 == 0 and inner % 128 == 0
+    return all(kind.name in BLOCK_TYPES for kind in w.expert_types) and width % 256 == 0 and inner % 256 == 0
 
 
-def block_memory(kind: str, inner: int, rows: int) -> int:
-    """Bytes of dynamic shared memory: sixteen rows, and sums of the inputs of up to eight tokens."""
-    size, sums = BLOCK_TYPES[kind]
-    return inner // 256 * (16 * size + (64 * min(rows, 8) if sums else 0))
+def is_fp8_experts(w: ExpertLayerWeights) -> bool:
+    return all(kind.name == "FP8" for kind in w.expert_types)
 
 
 def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
-from birkhoff.text.chat_format import ChatFormat
+from birkhoff.text.chat_format import ChatFormat, Tools
 from birkhoff.text.output_stream import ChatStream, TextStream
 from birkhoff.text.prompts import Prompt, check_ids, check_length, is_messages, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
@@ -219,6 +219,7 @@ class Engine(Analyses):
         thinking: bool | None,
         signals: Any,
         baseline: bool,
+        tools: Tools = None,
     ) -> Any:
         """`thinking` is None for plain text; otherwise the output is parsed as a chat message."""
         single = is_single(prompts)
@@ -234,13 +235,14 @@ class Engine(Analyses):
             seed = seed_for(sampling.params) % 2**63
             sampling = replace(sampling, params=replace(sampling.params, seed=seed))
         groups = [
-            self._requests(prompt, sampling, spec, edits, thinking, suffix, signals=signals)
+            self._requests(prompt, sampling, spec, edits, thinking, suffix, signals=signals, tools=tools)
             for prompt, spec, edits, suffix in zip(prompts, captures, steers, suffixes)
         ]
         twins = []
         if baseline:
             twins = [
-                self._requests(each, sampling, None, None, thinking, signals=signals) for each in prompts
+                self._requests(each, sampling, None, None, thinking, signals=signals, tools=tools)
+                for each in prompts
             ]
         self._run([request for group in [*groups, *twins] for request in group])
         answers = [[_output(request) for request in group] for group in groups]
@@ -256,19 +258,19 @@ class Engine(Analyses):
         *,
         thinking: bool = False,
         effort: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Encode a conversation with the model's chat format; returns the token ids of the prompt."""
-        return self._chat_format.encode(
+        return self.chat_format.encode(
             messages, thinking=thinking, effort=effort, tools=tools, response_format=response_format
         )
 
     def chat_stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, min_tokens: int = 0
+        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
     ) -> ChatStream:
-        """A parser of one answer in the model's chat format."""
-        return self._chat_format.stream(stops, thinking=thinking, min_tokens=min_tokens)
+        """A parser of one answer in the model's chat format, to a prompt encoded with `thinking` and `tools`."""
+        return self.chat_format.stream(stops, thinking=thinking, tools=tools, min_tokens=min_tokens)
 
     @property
     def chat_abilities(self) -> dict[str, bool]:
@@ -281,7 +283,7 @@ class Engine(Analyses):
         }
 
     @property
-    def _chat_format(self) -> ChatFormat:
+    def chat_format(self) -> ChatFormat:
         if self._chat is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file
             raise TextUnavailable(
@@ -296,7 +298,7 @@ class Engine(Analyses):
         *,
         thinking: bool = False,
         effort: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         params: SamplingParams | None = None,
         capture: Captures = None,
         steer: Steering = None,
@@ -307,7 +309,7 @@ class Engine(Analyses):
         """`generate` through the model's chat format; `output.message` separates reasoning, content and tool calls."""
         resolved = CallSampling.of(params, sampling)
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
-        return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline)
+        return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline, tools)
 
     @signature_of(SamplingParams)
     def stream(
@@ -464,14 +466,16 @@ class Engine(Analyses):
         mask: Callable[[], TokenMask] | None = None,
         mark: str = "",
         signals: Any = None,
+        tools: Tools = None,
         **sampling: Unpack[SamplingKwargs],
     ) -> list[Request]:
         """One checked request per choice, for a `driver` to run.
 
-        `thinking` is None for plain text. `mask` makes the token mask of a choice; `mark` ends names of captures."""
+        `thinking` is None for plain text; calls of `tools` are parsed out of a chat. `mask` makes the token mask of a
+        choice; `mark` ends names of captures."""
         resolved = CallSampling.of(params, sampling)
         requests = self._requests(
-            prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals
+            prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals, tools=tools
         )
         for request in requests:
             request.mask = None if mask is None else mask()
@@ -576,6 +580,7 @@ class Engine(Analyses):
         suffix: str = "",
         planner: CapturePlanner | None = None,
         signals: Any = None,
+        tools: Tools = None,
     ) -> list[Request]:
         """One request per choice of one prompt. `suffix` distinguishes the captures of several prompts."""
         params = sampling.params
@@ -613,19 +618,21 @@ class Engine(Analyses):
                 max_tokens,
                 seed if choice == 0 else seed_for(SamplingParams(seed=seed % 2**63), choice),
                 frozenset(self.config.eos_token_ids),
-                self._text_sink(params, thinking),
+                self._text_sink(params, thinking, tools),
                 plan(choice),
                 context=params.context,
             )
 
         return [request(choice) for choice in range(params.n)]
 
-    def _text_sink(self, params: SamplingParams, thinking: bool | None) -> TextStream | ChatStream | None:
+    def _text_sink(
+        self, params: SamplingParams, thinking: bool | None, tools: Tools
+    ) -> TextStream | ChatStream | None:
         if self._tokenizer is None:
             return None
         if thinking is None:
             return TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
-        return self.chat_stream(params.stop, thinking=thinking, min_tokens=params.min_tokens)
+        return self.chat_stream(params.stop, thinking=thinking, tools=tools, min_tokens=params.min_tokens)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: text is encoded after the begin-of-text token, chat messages with the model's chat

@@ -9,7 +9,9 @@ from birkhoff.hooks.sites import BY_NAME
 def document() -> str:
     """The whole page, as Markdown."""
     return (
-        "\n\n".join(part.strip() for part in (_OPENING, _table(), _MEANING, _points(), _LIMITS, _ADDING))
+        "\n\n".join(
+            part.strip() for part in (_OPENING, _table(), _MEANING, _points(), _CHAT, _LIMITS, _ADDING)
+        )
         + "\n"
     )
 
@@ -46,6 +48,17 @@ layer have `moe_router_logits` and `moe_topk`, which can be captured. `mhc_*` ho
 refused by name.
 
 GPT-NeoX models with `use_parallel_residual` (Pythia) add attention and MLP at once: they have no `post_attn`."""
+
+_CHAT = """## Chat, tools and reasoning
+
+Messages are rendered with the chat template of the checkpoint. If the template takes tools, `engine.chat(messages,
+tools=...)` and the `tools` of every chat route are passed to it, and calls are separated from the answer: in the tags
+`<tool_call>` (Hermes, Qwen; JSON or Qwen3-Coder's `<function=...>`), `[TOOL_CALLS]` (Mistral, both forms) or
+`<|tool_call|>` (Phi-4-mini) if the template has them, else as a JSON object with `name` and `parameters` (Llama 3, with or
+without `<|python_tag|>`). `tool_choice` can force a call in that format. A call is streamed whole, once it is complete.
+If the template writes `<think>`, reasoning is separated into `reasoning_content` (`message.reasoning` in Python);
+`thinking` (`chat_template_kwargs`, `reasoning_effort`, `--thinking`) is passed to it as `enable_thinking` and
+`thinking`. A template without tools, reasoning or effort refuses them by name."""
 
 _LIMITS = """## Limits
 

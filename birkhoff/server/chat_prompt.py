@@ -33,19 +33,23 @@ def encode_chat(
     single_call: bool,
     response_format: ResponseFormat | None,
     refuse_both: bool = False,
-) -> tuple[list[int], MaskFactory | None]:
-    """Encode a chat and compile the grammar its output must follow.
+) -> tuple[list[int], MaskFactory | None, Tools | None]:
+    """Encode a chat and compile the grammar its output must follow; also the tools that the model was shown.
 
     `messages` are in OpenAI's form, see `normalize_messages`. A forced tool call takes precedence over
     `response_format`; with `refuse_both` the combination is refused."""
     if tools and not context.engine.chat_abilities["tools"]:
         raise bad_request(
-            "tools: calls in the format of this model are not parsed. Leave tools out, or describe them in a message.",
+            "tools: this model's chat template takes none. Leave them out, or describe them in a message.",
             "tools",
         )
-    tools, mask = resolve_tool_choice(context.grammars, tools, tool_choice, thinking, single_call)
+    chat = context.engine.chat_format
+    reasoning = chat.reasoning_start(thinking)
+    tools, mask = resolve_tool_choice(
+        context.grammars, tools, tool_choice, reasoning, single_call, chat.calls
+    )
     if mask is None or refuse_both:
-        format_mask = context.grammars.from_response_format(response_format, thinking)
+        format_mask = context.grammars.from_response_format(response_format, reasoning)
         if mask and format_mask:
             raise bad_request(
                 "response_format and a forced tool call exclude each other. Choose one.", "response_format"
@@ -59,7 +63,7 @@ def encode_chat(
         tools=tools,
         response_format=json_schema.schema_ if json_schema else None,
     )
-    return prompt, mask
+    return prompt, mask, tools
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ class ChatRoutes:
             if getattr(body, name) not in (None, only):
                 raise bad_request(f"{name} can only be {str(only).lower()} here. Leave it out.", name)
         thinking, effort = self._reasoning(body)
-        prompt, mask = encode_chat(
+        prompt, mask, tools = encode_chat(
             context,
             normalize_messages(body.messages),
             thinking=thinking,
@@ -127,7 +127,7 @@ class ChatRoutes:
         elif body.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
         return GenerationCall(
-            prompt, sampling, thinking, mask=mask, warnings=warnings, **context.interp_arguments(body)
+            prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **context.interp_arguments(body)
         )
 
     def _reasoning(self, body: ChatBody) -> tuple[bool, str | None]:

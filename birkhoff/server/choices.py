@@ -145,8 +145,7 @@ class ChoicesFormatter(ABC):
         """Usage summed over prompts; each prompt is counted once for all its choices."""
         per_prompt = len(requests) // len(self._generations)
         first, *others = (
-            usage(requests[start : start + per_prompt], self._generations[0], self._context.engine)
-            for start in range(0, len(requests), per_prompt)
+            usage(requests[start : start + per_prompt]) for start in range(0, len(requests), per_prompt)
         )
         for other in others:
             for key in ("prompt_tokens", "completion_tokens", "total_tokens"):

@@ -78,7 +78,7 @@ class CompletionRoutes:
         sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
-        mask = self._context.grammars.from_response_format(body.response_format, False)
+        mask = self._context.grammars.from_response_format(body.response_format)
         arguments = self._context.interp_arguments(body)
         return [
             GenerationCall(prompt, sampling, mask=mask, warnings=warnings, **arguments) for prompt in prompts

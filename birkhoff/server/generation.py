@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.text.events import ParsedMessage
-from birkhoff.text.markers import END_THINK
 from birkhoff.text.output_stream import ChatStream
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ class GenerationCall:
     prompt: list[int]
     sampling: dict[str, Any]
     thinking: bool | None = None  # None: plain text, not a chat
+    tools: list[dict[str, Any]] | None = None  # those shown to the model
     steer: Any = None
     capture: dict[str, Any] | None = None
     capture_wait: bool = False
@@ -45,6 +45,7 @@ class GenerationCall:
             sampling["seed"] = secrets.randbits(63)  # shared by the choices and their twins
         shared: dict[str, Any] = {
             "thinking": self.thinking,
+            "tools": self.tools,
             "mask": self.mask,
             "signals": self.signals or None,
         }
@@ -94,7 +95,7 @@ def generation_warnings(request: Request) -> list[str]:
     return [*warnings, grammar_problem] if grammar_problem else warnings
 
 
-def usage(requests: Sequence[Request], generation: GenerationCall, engine: Engine) -> dict[str, Any]:
+def usage(requests: Sequence[Request]) -> dict[str, Any]:
     """OpenAI's `usage` object: prompt tokens are counted once, completion tokens over all choices."""
     prompt = len(requests[0].prompt_ids)
     completion = sum(len(request.output_ids) for request in requests)
@@ -104,17 +105,9 @@ def usage(requests: Sequence[Request], generation: GenerationCall, engine: Engin
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens or 0},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(_reasoning_tokens(request, generation, engine) for request in requests)
+            "reasoning_tokens": sum(getattr(request.sink, "reasoning_tokens", 0) for request in requests)
         },
     }
-
-
-def _reasoning_tokens(request: Request, generation: GenerationCall, engine: Engine) -> int:
-    if not generation.thinking:
-        return 0
-    end = engine.tokenizer.markers.get(END_THINK)
-    ids = request.output_ids
-    return ids.index(end) + 1 if end in ids else len(ids)
 
 
 def token_logprob(entry: TokenLogprob, engine: Engine) -> dict[str, Any]:

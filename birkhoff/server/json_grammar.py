@@ -24,6 +24,7 @@ from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.fields import ResponseFormat
 from birkhoff.server.json_schema import MAX_SCHEMA_BYTES, SchemaCompiler, check_schema
 from birkhoff.text.markers import DSML, END_THINK
+from birkhoff.text.template_answer import ARGS, CallSyntax
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -47,7 +48,7 @@ class GrammarCompiler:
         self._checker = SchemaCompiler()
 
     def from_response_format(
-        self, response_format: ResponseFormat | None, thinking: bool
+        self, response_format: ResponseFormat | None, reasoning: str | None = None
     ) -> MaskFactory | None:
         """The mask for `response_format`, or None if the output is unconstrained."""
         if response_format is None or response_format.type == "text":
@@ -61,18 +62,20 @@ class GrammarCompiler:
             schema = response_format.json_schema.schema_
             check_schema(schema, "response_format.json_schema.schema")
         return self.from_lark(
-            f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format"
+            f"start: %json {_json_rule(schema, 'response_format')}\n", reasoning, "response_format"
         )
 
-    def from_lark(self, grammar: str, thinking: bool, param: str) -> MaskFactory:
-        """A factory of masks for a Lark grammar, applied after the reasoning if `thinking` is set."""
+    def from_lark(self, grammar: str, reasoning: str | None, param: str) -> MaskFactory:
+        """A factory of masks for a Lark grammar, applied after the reasoning: `ChatFormat.reasoning_start` says how that
+        begins, None if there is none."""
         llguidance = _import_llguidance()
-        if thinking:
-            end = self.marker(END_THINK)
-            grammar = (
-                grammar.replace("start:", "answer:", 1)
-                + f"start: reasoning {end} answer\nreasoning: /(.|\\n)*/\n"
-            )
+        if reasoning is not None:
+            start = self.tag(reasoning) if reasoning else ""
+            rules = f"start: {start} reasoning {self.tag(END_THINK)} answer\nreasoning: /(.|\\n)*/\n"
+            if END_THINK not in self._engine().tokenizer.markers:
+                end = _literal(END_THINK)
+                rules = f"start: {start} reasoning /\\n*/ answer\nreasoning[suffix={end}]: /(.|\\n)*/\n"
+            grammar = grammar.replace("start:", "answer:", 1) + rules
         if self._tokenizer is None:
             engine = self._engine()
             self._tokenizer = llguidance.LLTokenizer(
@@ -113,6 +116,10 @@ class GrammarCompiler:
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
         return lambda: GrammarMask(matcher.deep_copy(), ends)
+
+    def tag(self, name: str) -> str:
+        """A chat marker, or the text that spells it if it is no special token."""
+        return self.marker(name) if name in self._engine().tokenizer.markers else _literal(name)
 
     def marker(self, name: str) -> str:
         """A chat marker in a grammar: its token id between NUL characters, which no text of a caller contains once it
@@ -182,8 +189,12 @@ class _GuidanceTokenizer:
         return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
-def tool_call_grammar(grammars: GrammarCompiler, tools: Sequence[dict[str, Any]], single_call: bool) -> str:
+def tool_call_grammar(
+    grammars: GrammarCompiler, tools: Sequence[dict[str, Any]], single_call: bool, syntax: CallSyntax | None
+) -> str:
     """Lark grammar of an output that consists of calls of `tools` only, in the model's own format."""
+    if syntax is not None:
+        return _json_call_grammar(grammars, tools, single_call, syntax)
     dsml = grammars.marker(DSML)
     rules = [f'start: "\\n\\n<" {dsml} "tool_calls>\\n" calls "\\n</" {dsml} "tool_calls>"']
     rules.append("calls: call" if single_call else 'calls: call ("\\n" call)*')
@@ -203,6 +214,40 @@ def tool_call_grammar(grammars: GrammarCompiler, tools: Sequence[dict[str, Any]]
             rules.append(_parameter_rule(f"p_{index}_{i}", key, parameter, shared, dsml, f"tools[{index}]"))
             parts.append(f'("\\n" p_{index}_{i})' + ("" if key in required else "?"))
         rules.append(f"arguments_{index}: " + (" ".join(parts) if parts else '"\\n"'))
+    return "\n".join(rules) + "\n"
+
+
+def _json_call_grammar(
+    grammars: GrammarCompiler, tools: Sequence[dict[str, Any]], single_call: bool, syntax: CallSyntax
+) -> str:
+    """Calls as JSON objects with the name and the arguments, between the tags of `syntax`."""
+    opening = "" if syntax.bare else grammars.tag(syntax.opening)
+    closing = grammars.tag(syntax.closing) if syntax.closing else ""
+    if syntax.array:
+        one, several = f'{opening} "[" call "]" {closing}', f'{opening} "[" call (", " call)* "]" {closing}'
+    else:
+        each = f'{opening} "\\n" call "\\n" {closing}' if closing else f"{opening} call"
+        separator = '"; "' if syntax.bare else '"\\n"' if closing else ""
+        one, several = each, f"{each} ({separator} {each})*"
+    rules = [f"start: {one if single_call else several}"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        if syntax.named:
+            arguments = _json_rule(schema, f"tools[{index}]")
+            rules.append(f"call_{index}: {_literal(function['name'])} {grammars.tag(ARGS)} arguments_{index}")
+            rules.append(f"arguments_{index}: %json {arguments}")
+            continue
+        shared = {name: schema.pop(name) for name in ("$defs", "definitions") if schema.get(name)}
+        call = {
+            **shared,
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, syntax.arguments: schema},
+            "required": ["name", syntax.arguments],
+            "additionalProperties": False,
+        }
+        rules.append(f"call_{index}: %json {_json_rule(call, f'tools[{index}]')}")
     return "\n".join(rules) + "\n"
 
 

@@ -88,7 +88,7 @@ class LlamaCompletionRoutes:
             prompt,
             {name: value for name, value in sampling.items() if value is not None},
             steer=request_edits(body.steering_fields, context.engine),
-            mask=context.grammars.from_response_format(schema, False),
+            mask=context.grammars.from_response_format(schema),
             warnings=warnings,
         )
 

@@ -103,16 +103,16 @@ class MessageRoutes:
         return json_response({"input_tokens": len(self._encode(body)[0])})
 
     def _generation(self, body: MessagesBody, warnings: list[str]) -> GenerationCall:
-        prompt, mask, thinking = self._encode(body)
+        prompt, mask, tools, thinking = self._encode(body)
         sampling: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         sampling |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
         sampling = {name: value for name, value in sampling.items() if value is not None}
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
-        return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **arguments)
+        return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
 
-    def _encode(self, body: PromptFields) -> tuple[list[int], MaskFactory | None, bool]:
-        """Prompt token ids, the grammar of the output, and whether the model thinks."""
+    def _encode(self, body: PromptFields) -> tuple[list[int], MaskFactory | None, Tools | None, bool]:
+        """Prompt token ids, the grammar of the output, the tools shown, and whether the model thinks."""
         thinking, effort = self._context.thinks_by_default, None
         if body.thinking is not None:
             thinking = body.thinking.type != "disabled"
@@ -128,7 +128,7 @@ class MessageRoutes:
                     "output_config.format: expected a json_schema with its schema.", "output_config.format"
                 )
             response_format = schema_format(schema)
-        prompt, mask = encode_chat(
+        prompt, mask, tools = encode_chat(
             self._context,
             _chat_messages(body),
             thinking=thinking,
@@ -138,7 +138,7 @@ class MessageRoutes:
             single_call=single_call,
             response_format=response_format,
         )
-        return prompt, mask, thinking
+        return prompt, mask, tools, thinking
 
 
 def _chat_messages(body: PromptFields) -> list[dict[str, Any]]:

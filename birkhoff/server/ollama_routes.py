@@ -174,7 +174,7 @@ class OllamaRoutes:
             assert isinstance(body, OllamaGenerateBody)
             prompt = context.engine.prompt_ids(body.prompt)
         else:
-            prompt, mask = encode_chat(
+            prompt, mask, tools = encode_chat(
                 context,
                 normalize_messages(messages),
                 thinking=thinking,
@@ -191,6 +191,7 @@ class OllamaRoutes:
             prompt,
             {name: value for name, value in sampling.items() if value is not None},
             None if messages is None else thinking,
+            tools,
             steer=request_edits(body.steering_fields, context.engine),
             mask=mask,
             warnings=warnings,

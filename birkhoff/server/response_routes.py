@@ -106,7 +106,7 @@ class ResponseRoutes:
         thinking, effort = self._context.thinks_by_default, None
         if body.reasoning is not None and body.reasoning.effort is not None:
             thinking, effort = REASONING_EFFORTS[body.reasoning.effort]
-        prompt, mask = encode_chat(
+        prompt, mask, tools = encode_chat(
             self._context,
             normalize_messages(_chat_messages(body)),
             thinking=thinking,
@@ -123,7 +123,7 @@ class ResponseRoutes:
         sampling = {name: value for name, value in sampling.items() if value is not None}
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
-        return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **arguments)
+        return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
 
 
 def _chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ class ResponseObjectFormatter(BlockFormatter):
 
     def response(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
         truncated = request.finish_reason == "length"
-        counts = usage([request], self._generation, self._context.engine)
+        counts = usage([request])
         return {
             **self._head,
             "status": "incomplete" if truncated else "completed",

@@ -13,6 +13,7 @@ from birkhoff.errors import quoted
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.json_grammar import GrammarCompiler, MaskFactory, tool_call_grammar
 from birkhoff.server.json_schema import check_schema
+from birkhoff.text.template_answer import CallSyntax
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 Tools = list[dict[str, Any]]
@@ -43,10 +44,12 @@ def resolve_tool_choice(
     grammars: GrammarCompiler,
     tools: Tools | None,
     choice: str | dict[str, Any] | None,
-    thinking: bool,
+    reasoning: str | None,
     single_call: bool,
+    syntax: CallSyntax | None,
 ) -> tuple[Tools | None, MaskFactory | None]:
-    """The tools to show to the model, and the mask that forces a call if `choice` demands one."""
+    """The tools to show to the model, and the mask that forces a call if `choice` demands one. `syntax` is how the
+    model writes calls, None for V4; `reasoning` is as in `ChatFormat.reasoning_start`."""
     tools = validate_tools(tools)
     if choice in (None, "auto"):
         return tools, None
@@ -69,5 +72,5 @@ def resolve_tool_choice(
             f"tool_choice is {quoted(choice, 40)}, expected none, auto, required or a function.",
             "tool_choice",
         )
-    grammar = tool_call_grammar(grammars, callable_tools, single_call)
-    return tools, grammars.from_lark(grammar, thinking, "tools")
+    grammar = tool_call_grammar(grammars, callable_tools, single_call, syntax)
+    return tools, grammars.from_lark(grammar, reasoning, "tools")

@@ -7,14 +7,21 @@ from typing import Any, Protocol
 
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.output_stream import ChatStream
+from birkhoff.text.parse import CompletionParser
 from birkhoff.text.prompt_texts import PromptTexts
+from birkhoff.text.template_answer import CallSyntax
 from birkhoff.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None  # functions in OpenAI's form
 
 
 class ChatFormat(Protocol):
-    """`tools`: whether calls of tools are encoded and parsed; `reasons`: whether an answer may begin with reasoning."""
+    """`tools`: whether calls of tools are encoded and parsed; `calls`: how they are written, None for V4's own way;
+    `reasons`: whether an answer may begin with reasoning."""
+
+    @property
+    def calls(self) -> CallSyntax | None: ...
 
     @property
     def tools(self) -> bool: ...
@@ -28,14 +35,21 @@ class ChatFormat(Protocol):
         *,
         thinking: bool = False,
         effort: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of the prompt that asks for the next message."""
         ...
 
-    def stream(self, stops: Sequence[str] = (), *, thinking: bool = False, min_tokens: int = 0) -> ChatStream:
-        """A parser of one answer."""
+    def reasoning_start(self, thinking: bool) -> str | None:
+        """The tag that opens the reasoning of an answer to a prompt encoded with `thinking`: empty if the prompt ends
+        with it, None if the answer has no reasoning."""
+        ...
+
+    def stream(
+        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+    ) -> ChatStream:
+        """A parser of one answer to a prompt encoded with `thinking` and `tools`."""
         ...
 
 
@@ -43,6 +57,7 @@ class V4Chat:
     """The chat format of DeepSeek-V4. A conversation that must have more than `max_tokens` is refused early."""
 
     tools = True
+    calls: CallSyntax | None = None
     reasons = True
 
     def __init__(self, tokenizer: Tokenizer, texts: PromptTexts, max_tokens: int | None = None):
@@ -56,7 +71,7 @@ class V4Chat:
         *,
         thinking: bool = False,
         effort: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
         return encode_chat(
@@ -70,5 +85,11 @@ class V4Chat:
             max_tokens=self._max_tokens,
         )
 
-    def stream(self, stops: Sequence[str] = (), *, thinking: bool = False, min_tokens: int = 0) -> ChatStream:
-        return ChatStream(self._tokenizer, stops, thinking=thinking, min_tokens=min_tokens)
+    def reasoning_start(self, thinking: bool) -> str | None:
+        return "" if thinking else None
+
+    def stream(
+        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+    ) -> ChatStream:
+        parser = CompletionParser(thinking=thinking)
+        return ChatStream(self._tokenizer, stops, parser=parser, min_tokens=min_tokens)

@@ -12,12 +12,11 @@ in them. `text` is all text returned so far.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from birkhoff.text.detokenizer import IncrementalDetokenizer, SegmentDetokenizer
 from birkhoff.text.events import ContentDelta, Event, ParsedMessage, assemble
-from birkhoff.text.parse import CompletionParser
 from birkhoff.text.segments import Segment, TextSegment
 from birkhoff.text.stop import StopMatcher
 from birkhoff.text.tokenizer import Tokenizer
@@ -56,39 +55,21 @@ class TextStream:
 
 
 class SegmentParser(Protocol):
-    """Turns the segments of an answer into events."""
+    """Turns the segments of an answer into events. `in_reasoning` while what comes is reasoning."""
+
+    in_reasoning: bool
 
     def feed(self, segment: Segment) -> list[Event]: ...
 
     def finish(self) -> list[Event]: ...
 
 
-class ContentParser:
-    """A format without structure: everything is content. Special tokens are dropped, other markers spelled out."""
-
-    def __init__(self, special: Collection[str]):
-        self._special = frozenset(special)
-
-    def feed(self, segment: Segment) -> list[Event]:
-        hidden = not isinstance(segment, TextSegment) and segment.string in self._special
-        return [] if hidden else [ContentDelta(segment.string)]
-
-    def finish(self) -> list[Event]:
-        return []
-
-
 class ChatStream:
-    """An answer in a chat format, by default V4's. `text` is the content; reasoning and tool calls are only in
-    `events`."""
+    """An answer in the chat format of `parser`. `text` is the content; reasoning and tool calls are only in `events`.
+    `reasoning_tokens` counts the tokens of reasoning with its end marker."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str] = (),
-        *,
-        thinking: bool,
-        min_tokens: int = 0,
-        parser: SegmentParser | None = None,
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, parser: SegmentParser, min_tokens: int = 0
     ) -> None:
         self.tokenizer = tokenizer
         self.events: list[Event] = []
@@ -97,14 +78,17 @@ class ChatStream:
         self._marker_stops = frozenset(stops)
         self._stops = StopMatcher(stops)
         self._no_stop_tokens = min_tokens
-        self._parser = parser or CompletionParser(thinking=thinking)
+        self._parser = parser
+        self.reasoning_tokens = 0
         self._finished = False
 
     def feed(self, token_id: int) -> tuple[str, bool]:
         """Add a token; return (new content, whether a stop matched)."""
         before = len(self.events)
+        reasons = self._parser.in_reasoning
         for segment in self._decoder.feed(token_id):
             self._take(segment)
+        self.reasoning_tokens += reasons or self._parser.in_reasoning
         self._no_stop_tokens = max(self._no_stop_tokens - 1, 0)
         return self._content_since(before), self.matched is not None
 

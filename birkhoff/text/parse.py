@@ -32,7 +32,7 @@ class CompletionParser:
 
     def __init__(self, *, thinking: bool) -> None:
         self._events: list[Event] = []
-        self._in_reasoning = thinking
+        self.in_reasoning = thinking
         self._buffer = ""  # text that may start a block
         self._opening: str | None = None  # text before a DSML marker whose tag is incomplete
         self._block: ToolBlock | None = None
@@ -99,9 +99,9 @@ class CompletionParser:
 
     def _open_block(self) -> None:
         opening = self._opening or ""
-        if self._in_reasoning:
+        if self.in_reasoning:
             self._report("a tool-call block comes before </think>")
-            self._in_reasoning = False
+            self.in_reasoning = False
         self._block = ToolBlock(self._next_index, opening=f"{opening}{DSML}{_BLOCK_NAME}")
         self._opening = None
         self._buffer = ""
@@ -147,14 +147,14 @@ class CompletionParser:
         if marker == DSML and self._buffer.endswith("<"):
             self._opening = self._buffer
             self._buffer = ""
-        elif marker == END_THINK and self._in_reasoning:
+        elif marker == END_THINK and self.in_reasoning:
             self._flush()
-            self._in_reasoning = False
+            self.in_reasoning = False
         else:
             self._flush()
-            where = "reasoning" if self._in_reasoning else "content"
+            where = "reasoning" if self.in_reasoning else "content"
             self._report(f"a {marker} marker stands inside {where}", marker)
-            self._in_reasoning = self._in_reasoning or marker == THINK
+            self.in_reasoning = self.in_reasoning or marker == THINK
 
     def _end(self) -> None:
         if self._block is not None:
@@ -166,7 +166,7 @@ class CompletionParser:
             self._not_a_block()
         if not self._after_block:
             self._flush()
-        if self._in_reasoning:
+        if self.in_reasoning:
             self._report("the answer ends before </think>")
 
     def _flush(self) -> None:
@@ -175,7 +175,7 @@ class CompletionParser:
 
     def _emit(self, text: str) -> None:
         if text:
-            self._events.append(ReasoningDelta(text) if self._in_reasoning else ContentDelta(text))
+            self._events.append(ReasoningDelta(text) if self.in_reasoning else ContentDelta(text))
 
     def _report(self, message: str, raw: str = "") -> None:
         self._events.append(FormatProblem(message, raw))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from birkhoff.text.events import ReasoningDelta, ToolCall
 from birkhoff.text.markers import DSML, END_THINK, EOS
 from birkhoff.text.output_stream import ChatStream, TextStream
+from birkhoff.text.parse import CompletionParser
 from birkhoff.text.segments import encode_segments, split_markers
 
 
@@ -45,7 +46,7 @@ ANSWER = (
 
 def test_a_chat_answer_shows_its_content_and_keeps_the_rest_in_events(tokenizer):
     ids = encode_segments(split_markers(ANSWER), tokenizer)
-    stream = ChatStream(tokenizer, thinking=True)
+    stream = ChatStream(tokenizer, parser=CompletionParser(thinking=True))
     assert run(stream, ids)[0] == "So."
     message = stream.message()
     assert message.content == "So." and message.problems == ()
@@ -64,7 +65,7 @@ def test_a_chat_answer_shows_its_content_and_keeps_the_rest_in_events(tokenizer)
 )
 def test_a_chat_answer_stops_at_text_or_marker(tokenizer, stop, reasoning, content):
     ids = encode_segments(split_markers(ANSWER), tokenizer)
-    stream = ChatStream(tokenizer, [stop], thinking=True)
+    stream = ChatStream(tokenizer, [stop], parser=CompletionParser(thinking=True))
     shown, _ = run(stream, ids)
     message = stream.message()
     assert (message.reasoning, message.content, shown) == (reasoning, content, content)

@@ -38,7 +38,7 @@ def message_of(completion, *, thinking=False):
 
 def streamed_message(token_ids, tokenizer, *, thinking=False):
     """The message of generated tokens, as an engine reads them."""
-    stream = ChatStream(tokenizer, thinking=thinking)
+    stream = ChatStream(tokenizer, parser=CompletionParser(thinking=thinking))
     for token_id in token_ids:
         stream.feed(token_id)
     return stream.message()

@@ -310,12 +310,16 @@ def _behind_norm(norm: Any, weight: torch.Tensor, final: torch.Tensor) -> torch.
     return weight * gain * (final.square().mean() + eps).rsqrt()
 
 
+def num_heads(config: Any) -> int:
+    """The number of attention heads of an ordinary model."""
+    return int(config.raw.get("num_attention_heads") or config.raw["n_head"])
+
+
 def _ordinary_heads(
     model: Any, recorded: Trace, layer: int, at: int, direction: torch.Tensor
 ) -> torch.Tensor:
     """Products [heads] of `direction` with the output of each head."""
-    raw = model.config.raw
-    count = int(raw.get("num_attention_heads") or raw["n_head"])
+    count = num_heads(model.config)
     module = model.layers[layer].get_submodule(model.points["attn_z"].module)
     weight = module.weight.double()
     back = (

@@ -7,7 +7,7 @@ not as many as it has cells."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ import torch
 
 from birkhoff import notebook
 from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
+from birkhoff.analysis.logit_attribution import num_heads
 from birkhoff.analysis.metric import resolve_metric
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
 from birkhoff.hooks.site_names import refusal, select
 from birkhoff.option_checks import as_int
 from birkhoff.steering.position_rows import align_tokens
-from birkhoff.steering.vector_edits import Patch
+from birkhoff.steering.vector_edits import Patch, ResolvedEdit
 from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def patch_sweep(
 ) -> PatchSweep:
     """Patch every selected site of `corrupt` with its activation in `clean`, one at a time, and measure each run."""
     target = _one_text(engine, corrupt)
-    sites = _sites(engine, over, layers)
+    heads = _heads(engine) if over == "heads" else None
+    sites = _sites(engine, over if heads is None else heads[0], layers)
     run = _run_of(engine, clean, {hook: list(rows) for hook, rows in sites.items()})
     measure = resolve_metric(engine, metric, len(target), gradients=False)
     labels: dict[str, list[Any]] = {}
@@ -148,18 +150,27 @@ def patch_sweep(
     streams = _streams(engine, streams)
     if streams is not None:
         labels["stream"] = streams
+    if heads is not None:
+        labels["head"] = list(range(heads[1]))
 
-    def edits(cell: Mapping[str, Any]) -> list[Any]:
+    def patched(cell: Mapping[str, Any]) -> ResolvedEdit:
         hook = cell.get("hook", next(iter(sites)))
         where = [cell["position"]] if "position" in cell else None
         chosen = [cell["stream"]] if "stream" in cell else None
-        return [Patch(run, hook, [cell["layer"]], where=where, streams=chosen, align=align), *_as_list(steer)]
+        edit = Patch(run, hook, [cell["layer"]], where=where, streams=chosen, align=align)
+        found = edit.resolve(engine.schema, engine.config.num_hidden_layers, {}, target, 1)
+        if heads is None:
+            return found
+        width = engine.schema[hook].width // heads[1]
+        entries = tuple(range(cell["head"] * width, (cell["head"] + 1) * width))
+        return replace(
+            found, sites={key: replace(site, entries=entries) for key, site in found.sites.items()}
+        )
 
     cells = [dict(zip(labels, values)) for values in product(*labels.values())]
-    resolved = [engine.resolve(edits(cell), target, 1) for cell in cells]
     plain = engine.resolve(steer, target, 1)
     texts = [target] * (len(cells) + 1)  # the last is the corrupted text without a patch
-    everything = [*resolved, plain]
+    everything = [*((patched(cell), *plain) for cell in cells), plain]
     values: list[float] = []
     count = 0
     advance = notebook.progress("patching cells", len(texts))
@@ -200,6 +211,15 @@ def _run_of(engine: Engine, source: Any, hooks: Mapping[str, Any]) -> Any:
     if isinstance(source, Mapping):
         return source
     return trace(engine, [_one_text(engine, source)], hooks, None)[0]
+
+
+def _heads(engine: Engine) -> tuple[str, int]:
+    """The hook that holds the outputs of the heads side by side, and their number."""
+    if "attn_head_out" in engine.schema:
+        return "attn_head_out", engine.schema["attn_head_out"].logical_shape[0]
+    if "attn_z" not in engine.schema:
+        raise SiteError("over is 'heads', but this model has no hook of its heads' outputs. Name a hook.")
+    return "attn_z", num_heads(engine.config)
 
 
 def _sites(engine: Engine, over: Any, layers: Any) -> dict[str, dict[int, Any]]:

@@ -120,8 +120,9 @@ class Analyses:
     ) -> PatchSweep:
         """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run.
 
-        `over` is a hook, or a list of hooks. There is a cell for each hook, each of `layers` and each of `positions`
-        ("each", a list, or None for all positions together); with `streams` ("each" or a list) also for each stream.
+        `over` is a hook, a list of hooks, or "heads": the output of every attention head by itself. There is a cell for
+        each hook, each of `layers` and each of `positions` ("each", a list, or None for all positions together); with
+        `streams` ("each" or a list) also for each stream.
         `metric` is a token (a text or an id): its logit at the end; two tokens: the difference of their logits; or a
         function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks. Cells run
         side by side: the sweep takes as many passes as its tokens fill."""

@@ -54,8 +54,8 @@ _CHAT = """## Chat, tools and reasoning
 Messages are rendered with the chat template of the checkpoint. If the template takes tools, `engine.chat(messages,
 tools=...)` and the `tools` of every chat route are passed to it, and calls are separated from the answer: in the tags
 `<tool_call>` (Hermes, Qwen; JSON or Qwen3-Coder's `<function=...>`), `[TOOL_CALLS]` (Mistral, both forms) or
-`<|tool_call|>` (Phi-4-mini) if the template has them, else as a JSON object with `name` and `parameters` (Llama 3, with or
-without `<|python_tag|>`). `tool_choice` can force a call in that format. A call is streamed whole, once it is complete.
+`<|tool_call|>` (Phi-4-mini) if the template has them, else as a JSON object with `name` and `parameters` (Llama 3, with
+or without `<|python_tag|>`). `tool_choice` can force a call in that format. A call is streamed whole, once complete.
 If the template writes `<think>`, reasoning is separated into `reasoning_content` (`message.reasoning` in Python);
 `thinking` (`chat_template_kwargs`, `reasoning_effort`, `--thinking`) is passed to it as `enable_thinking` and
 `thinking`. A template without tools, reasoning or effort refuses them by name."""

@@ -66,8 +66,8 @@ class GrammarCompiler:
         )
 
     def from_lark(self, grammar: str, reasoning: str | None, param: str) -> MaskFactory:
-        """A factory of masks for a Lark grammar, applied after the reasoning: `ChatFormat.reasoning_start` says how that
-        begins, None if there is none."""
+        """A factory of masks for a Lark grammar, applied after the reasoning: `ChatFormat.reasoning_start` says how
+        that begins, None if there is none."""
         llguidance = _import_llguidance()
         if reasoning is not None:
             start = self.tag(reasoning) if reasoning else ""

@@ -12,7 +12,7 @@ from birkhoff import Add, Capture, Patch
 from birkhoff.analysis import forward
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError, PromptError, SiteError, SteeringError
-from birkhoff.steering.position_rows import align_tokens
+from birkhoff.steering.position_rows import PositionRows, align_tokens
 
 CLEAN = [0, 17, 300, 4, 99, 501, 17]
 CORRUPT = [0, 17, 301, 4, 98, 501, 18]
@@ -38,11 +38,7 @@ def test_a_patch_of_a_trace_has_the_rows_of_that_run(engine, clean):
     """The tensor after the patch is the tensor of the clean run, and everything after it follows."""
     after = engine.trace(CORRUPT, steer=[Patch(clean, HOOK, [3], where=[2, -1])])
     by_hand = engine.logits(
-        CORRUPT,
-        [
-            Patch(birkhoff.steering.position_rows.PositionRows({p: clean[HOOK, 3][p].flatten()}), HOOK, [3])
-            for p in (2, 6)
-        ],
+        CORRUPT, [Patch(PositionRows({p: clean[HOOK, 3][p].flatten()}), HOOK, [3]) for p in (2, 6)]
     )
     torch.testing.assert_close(after.logits, by_hand, **CLOSE)
     assert (after.logits - engine.logits(CORRUPT)).abs().max() > 1e-2
@@ -83,13 +79,11 @@ def test_tokens_align_texts_of_different_length(engine, clean):
     assert align_tokens(CLEAN, SHORT) == {0: 0, 1: 1, 2: 3, 3: 4, 4: 5, 5: 6}
     by_tokens = engine.logits(SHORT, [Patch(clean, "mlp_out", [1], align="tokens")])
     rows = {target: clean["mlp_out", 1][source] for target, source in align_tokens(CLEAN, SHORT).items()}
-    by_hand = engine.logits(
-        SHORT, [Patch(birkhoff.steering.position_rows.PositionRows(rows), "mlp_out", [1])]
-    )
+    by_hand = engine.logits(SHORT, [Patch(PositionRows(rows), "mlp_out", [1])])
     torch.testing.assert_close(by_tokens, by_hand, **CLOSE)
     one = engine.patch(SHORT, CLEAN, "mlp_out", [1], align="tokens", where=[2])
     rows = {2: clean["mlp_out", 1][3]}
-    alone = engine.logits(SHORT, [Patch(birkhoff.steering.position_rows.PositionRows(rows), "mlp_out", [1])])
+    alone = engine.logits(SHORT, [Patch(PositionRows(rows), "mlp_out", [1])])
     torch.testing.assert_close(one.logits, alone, **CLOSE)
 
 
@@ -242,3 +236,22 @@ def test_refusals(engine, clean):
     same = engine.patch_sweep(CLEAN, CLEAN, 1, "mlp_out", layers=[1], positions=[2])
     with pytest.raises(OptionError, match="same for both texts"):
         _ = same.recovered
+
+
+def test_a_sweep_over_heads_patches_one_head_at_a_time(engine, clean):
+    """A cell equals a patch of the whole row in which only that head's part is the clean one."""
+    sweep = engine.patch_sweep(clean, CORRUPT, 5, "heads", layers=[1, 3], positions=[2, -1])
+    heads, _ = engine.schema["attn_head_out"].logical_shape
+    assert sweep.axes == ("layer", "position", "head") and sweep.values.shape == (2, 2, heads)
+    before = engine.trace(CORRUPT, "attn_head_out")
+    for i, layer in enumerate((1, 3)):
+        for j, position in enumerate((2, 6)):
+            for head in (0, heads - 1):
+                row = before["attn_head_out", layer][position].clone()
+                row[head] = clean["attn_head_out", layer][position][head]
+                rows = PositionRows({position: row.flatten()})
+                alone = engine.logits(CORRUPT, [Patch(rows, "attn_head_out", [layer])])
+                assert abs(float(sweep.values[i, j, head]) - float(alone[-1, 5])) < 1e-4
+    assert (sweep.values - sweep.corrupt).abs().max() > 1e-3
+    together = engine.patch_sweep(CLEAN, CORRUPT, 5, "heads", layers=[1], positions=None)
+    assert together.axes == ("layer", "head") and together.cells == heads

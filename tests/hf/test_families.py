@@ -12,6 +12,7 @@ from birkhoff import Add, Capture, Clamp, Patch, Project, Sae, SaeReconstruct, S
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import SiteError, UnsupportedModel
 from birkhoff.hooks.site_names import resolve
+from birkhoff.steering.position_rows import PositionRows
 from tests.hf.models import LAYERS, VOCAB, D
 
 COUNT = 5
@@ -150,6 +151,12 @@ def test_a_patch_sweep_equals_single_patches(pair, device):
         for j, position in enumerate((3, 8)):
             alone = engine.logits(corrupt, [Patch(source, "mlp_out", [layer], where=[position])])
             assert abs(float(sweep.values[i, j]) - float(alone[-1, 7])) < LOGIT_TOLERANCE[device]
+    heads = engine.patch_sweep(clean, corrupt, 7, "heads", layers=[1], positions=[-1])
+    source, target = (engine.trace(text, "attn_z")["attn_z", 1][8] for text in (clean, corrupt))
+    width = len(target) // heads.values.shape[-1]
+    row = torch.cat((target[:width], source[width : 2 * width], target[2 * width :]))
+    alone = engine.logits(corrupt, [Patch(PositionRows({8: row}), "attn_z", [1])])
+    assert abs(float(heads.values[0, 0, 1]) - float(alone[-1, 7])) < LOGIT_TOLERANCE[device]
 
 
 def test_the_terms_of_a_logit(pair, device):

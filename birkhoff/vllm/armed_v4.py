@@ -18,7 +18,6 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 
 TapAt = Callable[[int], Tap]  # the tap of a layer, in the running step
-Idle = Callable[[], bool]  # whether no site of the running step captures or edits
 _ENDS = ("mhc_streams_final", "final_hidden")
 
 
@@ -88,16 +87,13 @@ class NvidiaBoundary:
 class ArmedV4Layer(nn.Module):
     """A layer of V4 whose sites are hooked. It is called like vLLM's own, and hands on what that hands on."""
 
-    def __init__(
-        self, layer: Any, number: int, tap_at: TapAt, boundary: LayerBoundary, fused: bool, idle: Idle
-    ):
+    def __init__(self, layer: Any, number: int, tap_at: TapAt, boundary: LayerBoundary, fused: bool):
         super().__init__()
         self.layer = layer
         self.use_fused_mhc = fused
         self._number = number
         self._tap_at = tap_at
         self._boundary = boundary
-        self._idle = idle
 
     def hc_post(self, *given: torch.Tensor) -> torch.Tensor:
         return self._boundary.write(*given)
@@ -113,11 +109,6 @@ class ArmedV4Layer(nn.Module):
         *more: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
-        if self._idle():
-            untouched: tuple[Any, ...] = self.layer(
-                x, positions, input_ids, post_mix, res_mix, residual, *more, **named
-            )
-            return untouched
         layer, boundary, tap = self.layer, self._boundary, self._tap_at(self._number)
         if residual is None:
             streams = x
@@ -159,15 +150,12 @@ class ArmedHead(nn.Module):
 
 
 def arm_v4(
-    model: Any,
+    inner: Any,
     armed: Mapping[str, Sequence[int]],
     tap_at: TapAt,
     boundary_of: Callable[[Any], LayerBoundary] | None = None,
-    idle: Idle = lambda: False,
 ) -> None:
-    """Arm the layers of this rank that have armed sites. `boundary_of` makes the boundary of a layer. In idle steps an
-    armed layer runs vLLM's own code, fused where that is fused."""
-    inner = model.model
+    """Replace the layers of a decoder that have armed sites on this rank. `boundary_of` makes the boundary of one."""
     numbers = range(inner.start_layer, inner.end_layer)
     boundary_of = boundary_of or _boundary_of
     chosen = {layer for hook, layers in armed.items() if hook not in _ENDS for layer in layers}
@@ -179,7 +167,7 @@ def arm_v4(
                 "Start without expert parallelism."
             )
         fused = getattr(layer, "use_fused_mhc", True)  # the layer for GPUs is always fused
-        inner.layers[number] = ArmedV4Layer(layer, number, tap_at, boundary_of(layer), fused, idle)
+        inner.layers[number] = ArmedV4Layer(layer, number, tap_at, boundary_of(layer), fused)
     last = len(inner.layers) - 1
     if last in numbers and any(hook in armed for hook in _ENDS):
         if not hasattr(inner, "hc_head_op"):

@@ -50,6 +50,11 @@ USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.llm_engine", "LLMEngine.step", ()),
     ("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", ("request_ids",)),
     ("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", ("method", "timeout", "args")),
+    (
+        "vllm.compilation.wrapper",
+        "TorchCompileWithNoGuardsWrapper.__init__",
+        ("compile_prefix", "is_encoder"),
+    ),
     ("vllm.forward_context", "get_forward_context", ()),
     (
         "vllm.forward_context",
@@ -122,6 +127,8 @@ def refusals(config: Any) -> Iterator[str]:
     speculation = config.speculative_config
     if speculation is not None and speculation.method != "ngram":
         yield f"speculation by {quoted(speculation.method)}: only n-gram drafts are settled row by row"
+    if config.compilation_config.mode.name == "STOCK_TORCH_COMPILE":
+        yield "a decoder compiled as a whole by PyTorch cannot be switched; use another compilation mode of vLLM"
     names = getattr(config.model_config.hf_config, "architectures", None) or ()
     if V4 in names and config.compilation_config.mode.name != "NONE":
         yield "hooks of DeepSeek-V4 are not compiled; set enforce_eager"

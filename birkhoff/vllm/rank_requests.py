@@ -117,6 +117,7 @@ class RankRequests:
         self._vectors: dict[str, Any] = {}
         self._requests: dict[str, RankRequest] = {}  # by key: prepared, running, or waiting for `finish`
         self._running: dict[str, RankRequest] = {}  # by id of the scheduler
+        self._capturing = False  # a request of the step captures, on this rank or on another of its group
         self.steps = 0
         self.hooked_steps = 0
 
@@ -194,8 +195,11 @@ class RankRequests:
         """Start a step; returns the plans with draft tokens, for `StepHooks.end`."""
         spans: list[Span] = []
         drafted: list[Plan] = []
+        self._capturing = False
         for step in rows:
-            plan = self._running[step.request_id].plan
+            request = self._running[step.request_id]
+            plan = request.plan
+            self._capturing |= request.spec.captures
             spans.append(Span(plan, step.first_row, step.start, step.token_ids, step.prompt_len))
             if step.drafted:
                 drafted.append(plan)
@@ -209,6 +213,7 @@ class RankRequests:
 
     def skip(self) -> None:
         """Before the forward pass of a step without hooked requests."""
+        self._capturing = False
         if self._uses_graph():
             assert self.recorded is not None
             self.recorded.fill(None)
@@ -245,8 +250,11 @@ class RankRequests:
         return self.hooks.at(layer)
 
     def idle(self) -> bool:
-        """Whether nothing happens at any site of the running step. A graph that is recorded has every site."""
-        return self.hooks.idle and not self._uses_graph()
+        """Whether nothing happens at any site of the running step. A graph that is recorded has every site.
+
+        All ranks of a tensor-parallel group answer alike, whichever of them captures: vLLM's own compiled code may
+        exchange sums in other places than the armed one."""
+        return self.hooks.idle and not self._capturing and not self._uses_graph()
 
     def edit_in_place(self, x: torch.Tensor, layer: int, site: Site) -> None:
         """Capture and edit the rows of a site."""
@@ -291,8 +299,7 @@ class RankRequests:
                 written = self._job({FILES: spec.files}, spec)
                 jobs.append(HeldJob(written, len(spec.prompt_ids)) if spec.hold else written)
         plan = planner.plan(spec.prompt_ids, spec.max_tokens, edits, jobs=jobs) or Plan()
-        asked = [*spec.rows, *([] if spec.files is None else [spec.files])]
-        after = any(capture.get("capture_point") == "after" for capture in asked)
+        after = any(capture.get("capture_point") == "after" for capture in (*spec.rows, spec.files or {}))
         return RankRequest(spec, plan, sent, written, recordable=fits(plan, after))
 
     def _job(self, capture: Mapping[str, Any], spec: RequestSpec) -> CaptureJob:

@@ -5,7 +5,7 @@ are final there, and not before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
     """The V1 runner, hooked. `hooked` is set once the model is loaded."""
 
     hooked: RankRequests | None = None
-    _drafted: frozenset[str] = frozenset()
+    _drafts: Mapping[str, Sequence[int]] = {}  # draft tokens of the step, by request
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         hooked = self.hooked
@@ -32,8 +32,7 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
                 mark = None if params is None else RequestMark.of(params.extra_args)
                 if mark is not None:
                     hooked.start(new.req_id, mark.key)
-            drafts = scheduler_output.scheduled_spec_decode_tokens
-            self._drafted = frozenset(request_id for request_id, tokens in drafts.items() if tokens)
+            self._drafts = scheduler_output.scheduled_spec_decode_tokens
         return super().execute_model(scheduler_output, intermediate_tensors)
 
     def _model_forward(
@@ -85,7 +84,7 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
                     int(batch.num_computed_tokens_cpu[index]),
                     ids[first:stop].tolist(),
                     int(batch.num_prompt_tokens[index]),
-                    request_id in self._drafted,
+                    bool(self._drafts.get(request_id)),
                 )
 
 

@@ -3,7 +3,7 @@
 The operation changes its argument in place, which its schema declares, so that a compiler neither removes nor moves it.
 It finds the hooks of its rank where vLLM's own opaque layers are found, in the forward context. While vLLM records a
 CUDA graph, what it runs are the fixed operations of `recorded_sites.py`. Code that is not compiled calls the hooks
-without it, because dispatching an operation costs more than asking whether there is anything to do."""
+without it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from birkhoff.hooks.sites import SITES, Site
+from birkhoff.vllm.armed_layers import SiteCall
 from birkhoff.vllm.rank_requests import RankRequests
 
 CONTEXT = "birkhoff.hooks"  # key of the rank's hooks among the layers of the forward context
@@ -22,7 +23,7 @@ _NAME = "birkhoff::site_"
 def _run(x: torch.Tensor, layer: int, site: int) -> None:
     """Capture and edit the rows of a site in place."""
     hooked = get_forward_context().no_compile_layers.get(CONTEXT) if is_forward_context_available() else None
-    if hooked is not None and not hooked.idle():
+    if hooked is not None:
         hooked.edit_in_place(x, layer, _BY_ID[site])
 
 
@@ -44,17 +45,13 @@ def in_graph() -> bool:
     )
 
 
-class OpCalls:
-    """The `SiteCalls` of armed modules."""
+def site_call(hooked: RankRequests) -> SiteCall:
+    """How armed modules reach the hooks: by the operation where they are compiled."""
 
-    def __init__(self, hooked: RankRequests):
-        self._hooked = hooked
-
-    def idle(self) -> bool:
-        return self._hooked.idle()
-
-    def __call__(self, x: torch.Tensor, layer: int, site: Site) -> None:
+    def call(x: torch.Tensor, layer: int, site: Site) -> None:
         if torch.compiler.is_compiling():
             torch.ops.birkhoff.site_(x, layer, site.id)
         else:
-            self._hooked.edit_in_place(x, layer, site)
+            hooked.edit_in_place(x, layer, site)
+
+    return call

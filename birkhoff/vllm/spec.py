@@ -60,6 +60,10 @@ class RequestSpec:
     files: Mapping[str, Any] | None = None
     hold: bool = False
 
+    @property
+    def captures(self) -> bool:
+        return bool(self.rows) or self.files is not None
+
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 

@@ -6,13 +6,15 @@ armed a worker builds vLLM's own runner and touches no layer."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
@@ -29,7 +31,8 @@ from birkhoff.vllm.rank_requests import RankRequests, armed_keys
 from birkhoff.vllm.recorded_sites import RecordedSites, RecordedSteps
 from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner
 from birkhoff.vllm.self_check import check_recorded, check_sites
-from birkhoff.vllm.site_op import CONTEXT, OpCalls, in_graph
+from birkhoff.vllm.site_op import CONTEXT, in_graph, site_call
+from birkhoff.vllm.switched_model import arm_model
 
 
 class HookedGpuWorker(Worker):  # type: ignore[misc]
@@ -86,10 +89,23 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         self.model_runner.hooked = self.hooked
         self.vllm_config.compilation_config.static_forward_context[CONTEXT] = self.hooked
         if architecture == V4:
-            arm_v4(model, self.armed, self.hooked.at, idle=self.hooked.idle)
+            arm = partial(arm_v4, armed=self.armed, tap_at=self.hooked.at)
         else:
             check_layer(model.model.layers[layers.start])
-            arm_ordinary(model, architecture, self.armed, OpCalls(self.hooked))
+            call = site_call(self.hooked)
+            arm = partial(arm_ordinary, architecture=architecture, armed=self.armed, call=call)
+        arm_model(model, arm, self.hooked.idle, self._compile_copy)
+
+    def _compile_copy(self, armed: Any) -> bool:
+        """Have the armed copy of the decoder compiled by itself, if vLLM compiles decoders."""
+        if getattr(armed, "do_not_compile", True):
+            return False
+        config = copy.copy(self.vllm_config)
+        # Part of the key of compiled graphs that are kept on disk.
+        config.additional_config = {**config.additional_config, "birkhoff_armed": True}
+        with set_current_vllm_config(config):
+            TorchCompileWithNoGuardsWrapper.__init__(armed, compile_prefix=CONTEXT)
+        return True
 
     def _graph_rows(self) -> int:
         """The most rows of a CUDA graph; 0 if vLLM records none."""

@@ -10,18 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from birkhoff import Add, Project
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import UnsupportedModel
 from birkhoff.planning.request_planner import RequestPlanner
-from birkhoff.vllm.armed_layers import arm_ordinary
 from birkhoff.vllm.armed_sites import ORDINARY, armed_schema
 from birkhoff.vllm.model_state import V2Steps
 from birkhoff.vllm.rank_requests import RankRequests, StepRows, armed_keys
 from birkhoff.vllm.self_check import check_sites
 from birkhoff.vllm.spec import FIELD, RankReport, RequestMark, RequestSpec, encode_edit, unpack_rows
-from tests.vllm.toy import LAYERS, Calls, D, Seen, Toy, embed
+from birkhoff.vllm.switched_model import SwitchedModel
+from tests.vllm.toy import LAYERS, D, Seen, Toy, arm, embed
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": D, "num_hidden_layers": LAYERS}
 ALL = dict.fromkeys(ORDINARY, tuple(range(LAYERS))) | {"final_hidden": (LAYERS - 1,)}
@@ -36,8 +37,7 @@ class Rank:
         planner = RequestPlanner(SCHEMA, LAYERS, "toy", capture_root=root)
         self.requests = RankRequests(planner)
         self.model = Toy(start, stop)
-        calls = Calls(self.requests) if caller is None else Calls(self.requests, caller)
-        arm_ordinary(self.model, "LlamaForCausalLM", armed, calls)
+        arm(self.model, armed, caller or self.requests.edit_in_place, self.requests.idle)
         self.keys = armed_keys(armed, range(start, stop))
 
     def check(self):
@@ -71,20 +71,53 @@ class Rank:
 def test_armed_and_idle_computes_the_same():
     x = embed([1, 2, 3, 4, 5])
     plain = Toy()(x.clone())
-    armed = Rank()
-    assert torch.equal(armed.model(x.clone()), plain), "idle: the modules as if they were not wrapped"
-    armed.requests.idle = lambda: False
-    assert torch.allclose(armed.model(x.clone()), plain, atol=1e-6)
-    assert torch.equal(Rank({}).model(x.clone()), plain)
+    rank = Rank()
+    assert rank.requests.idle() and torch.equal(rank.model(x.clone()), plain)
+    assert torch.allclose(rank.model.model.armed(x.clone()), plain, atol=1e-6)
+    assert torch.equal(Rank({}).model.model.armed(x.clone()), plain)
 
 
-def test_layers_without_armed_sites_are_the_same_objects():
+def test_an_idle_step_runs_the_modules_of_vllm_and_others_share_what_has_no_site():
     model = Toy()
-    before = [*model.model.layers], [layer.mlp for layer in model.model.layers]
-    arm_ordinary(model, "LlamaForCausalLM", {"post_mlp": (1,)}, Seen())
-    same = [layer is old for layer, old in zip(model.model.layers, before[0])]
-    assert same == [True, False, True]
-    assert [model.model.layers[i].mlp for i in (0, 2)] == [before[1][i] for i in (0, 2)]
+    own = model.model
+    before = {name: id(module) for name, module in own.named_modules()}
+    seen, idle = Seen(), [True]
+    arm(model, {"post_mlp": (1,), "mlp_in": (2,), "final_hidden": (2,)}, seen, lambda: idle[0])
+    assert {name: id(module) for name, module in own.named_modules()} == before
+    assert model.model.own is own and model.model.end_layer == LAYERS, "attributes are vLLM's"
+    armed = model.model.armed
+    assert [layer is old for layer, old in zip(armed.layers, own.layers)] == [True, False, False]
+    assert armed.layers[1].layer.mlp is own.layers[1].mlp and armed.layers[2].mlp.module is own.layers[2].mlp
+    x = embed([1, 2, 3])
+    output = model(x.clone())
+    assert not seen
+    idle[0] = False
+    assert torch.allclose(model(x.clone()), output, atol=1e-6)
+    assert set(seen) == {("post_mlp", 1), ("mlp_in", 2), ("final_hidden", 2)}
+
+
+def test_both_models_run_in_the_first_call_if_they_are_compiled():
+    ran = []
+    own, armed = (lambda x, name=name: ran.append(name) or x for name in ("own", "armed"))
+    model = SwitchedModel(nn.Identity(), nn.Identity(), lambda: True, warm=True)
+    model.own.forward, model.armed.forward = own, armed
+    assert (model(1), model(2)) == (1, 2) and ran == ["armed", "own", "own"]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_ranks_of_a_group_agree_whether_a_step_is_idle(captures):
+    """One of them captures; all of them run the same code."""
+    requests = RankRequests(RequestPlanner(SCHEMA, LAYERS, "toy"), captures=captures)
+    last = {"hooks": {"post_mlp": [1]}, "positions": "last_prompt"}
+    assert requests.prepare(RequestSpec("k", PROMPT, 10, rows=(last,)).to_text()) is None
+    requests.start("1", "k")
+    idle = []
+    for start, tokens in ((0, list(PROMPT)), (4, [9])):
+        drafted = requests.begin([StepRows("1", 0, start, tokens, len(PROMPT))], len(tokens))
+        idle.append(requests.idle())
+        requests.end_step(drafted)
+    requests.begin([], 1)
+    assert idle == [False, False] and requests.idle()
 
 
 def test_the_check_at_start_passes_and_every_site_is_in_it():
@@ -145,7 +178,7 @@ def test_rows_come_by_absolute_position():
     wanted = embed([5, 6, 7, 8, 11])
     seen = Seen()
     model = Toy()
-    arm_ordinary(model, "LlamaForCausalLM", {"post_mlp": (1,)}, seen)
+    arm(model, {"post_mlp": (1,)}, seen)
     model(wanted)
     assert torch.allclose(rows.tensor, seen["post_mlp", 1], atol=1e-5) and torch.equal(
         rows.tensor, other.tensor

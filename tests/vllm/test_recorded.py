@@ -13,13 +13,13 @@ from birkhoff import Add, Clamp, Project
 from birkhoff.errors import UnsupportedModel
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.planning.request_planner import RequestPlanner
-from birkhoff.vllm.armed_layers import arm_ordinary
 from birkhoff.vllm.armed_sites import ORDINARY, armed_schema
 from birkhoff.vllm.rank_requests import RankRequests, StepRows, armed_keys
 from birkhoff.vllm.recorded_sites import RecordedSites, RecordedSteps
 from birkhoff.vllm.self_check import check_recorded
 from birkhoff.vllm.spec import RankReport, RequestSpec, encode_edit, unpack_rows
-from tests.vllm.toy import LAYERS, Calls, D, Toy, embed
+from tests.vllm import toy
+from tests.vllm.toy import LAYERS, D, Toy, embed
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": D, "num_hidden_layers": LAYERS}
 ALL = dict.fromkeys(ORDINARY, tuple(range(LAYERS))) | {"final_hidden": (LAYERS - 1,)}
@@ -41,7 +41,7 @@ class GraphRank:
         self.requests = RankRequests(planner, recorded=recorded, in_graph=lambda: self.in_graph)
         self.model = Toy()
         if arm:
-            arm_ordinary(self.model, "LlamaForCausalLM", ALL, Calls(self.requests))
+            toy.arm(self.model, ALL, self.requests.edit_in_place, self.requests.idle)
         self.replay = None
         self.replays = 0
         if graphs:

@@ -119,7 +119,7 @@ def seen_by(model, edits=None):
 def test_an_armed_layer_computes_the_same(fused, boundary):
     plain = Model(fused)(ROWS)
     armed = Model(fused)
-    arm_v4(armed, EVERY, lambda layer: NoTap(), boundary)
+    arm_v4(armed.model, EVERY, lambda layer: NoTap(), boundary)
     assert torch.equal(armed(ROWS), plain)
     assert torch.allclose(Model(not fused)(ROWS), plain, atol=1e-5)
 
@@ -131,7 +131,7 @@ def test_both_shapes_show_the_same_rows_beside_layers_that_stay_fused():
     captured = []
     for model, armed, boundary in zip(models, (chosen, chosen, middle), (CpuBoundary, nvidia, nvidia)):
         seen, tap_at = seen_by(model)
-        arm_v4(model, armed, tap_at, boundary)
+        arm_v4(model.model, armed, tap_at, boundary)
         model(ROWS)
         captured.append(seen)
     assert set(captured[0]) == {(hook, layer) for hook, layers in EVERY.items() for layer in layers}
@@ -147,7 +147,7 @@ def test_an_edit_between_the_halves_of_a_boundary_moves_what_follows():
     for edits in (None, {("mhc_streams_pre_mlp", 1): lambda x: x + 1.0}):
         model = Model(True)
         seen, tap_at = seen_by(model, edits)
-        arm_v4(model, EVERY, tap_at, nvidia)
+        arm_v4(model.model, EVERY, tap_at, nvidia)
         outputs.append((model(ROWS), seen))
     plain, steered = outputs
     assert torch.equal(plain[1]["mhc_streams_pre_mlp", 1], steered[1]["mhc_streams_pre_mlp", 1])
@@ -165,27 +165,19 @@ def test_mixers_can_be_edited(boundary):
     }
     model = Model(True)
     seen, tap_at = seen_by(model, edits)
-    arm_v4(model, EVERY, tap_at, boundary)
+    arm_v4(model.model, EVERY, tap_at, boundary)
     model(ROWS)
     assert torch.allclose(seen["mhc_streams_pre_mlp", 1], seen["mhc_streams_pre_attn", 1])
     assert not torch.allclose(seen["mhc_streams_pre_mlp", 0], seen["mhc_streams_pre_attn", 0])
-
-
-def test_an_idle_armed_layer_is_the_layer_itself():
-    plain, armed = Model(True), Model(True)
-    seen, tap_at = seen_by(armed)
-    arm_v4(armed, EVERY, tap_at, nvidia, idle=lambda: True)
-    assert torch.equal(armed(ROWS), plain(ROWS))
-    assert set(seen) == {("mhc_streams_final", 2), ("final_hidden", 2)}, "only the head was asked"
 
 
 def test_what_cannot_be_armed_is_refused():
     model = Model(True)
     del model.model.hc_head_op
     with pytest.raises(UnsupportedModel, match="mhc_streams_final and final_hidden cannot be armed"):
-        arm_v4(model, EVERY, lambda layer: NoTap(), nvidia)
+        arm_v4(model.model, EVERY, lambda layer: NoTap(), nvidia)
     model = Model(True)
     model.model.layers[1].use_sequence_parallel = True
     with pytest.raises(UnsupportedModel, match="sequence parallelism"):
-        arm_v4(model, EVERY, lambda layer: NoTap(), nvidia)
+        arm_v4(model.model, EVERY, lambda layer: NoTap(), nvidia)
     assert {site.name for site in SITES} >= set(V4_HOOKS)

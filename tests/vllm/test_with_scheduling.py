@@ -207,24 +207,49 @@ def test_drafts_that_are_rejected_leave_no_rows(model, monkeypatch):
 
 def test_nothing_armed_is_vllm_itself(model):
     """Identity, not equality: the same runner class, layers and code objects as without this package."""
-    from vllm.model_executor.models.llama import LlamaDecoderLayer
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     folder, reference = model
-    further = {"enforce_eager": True, "seed": 0}
     (prompt,) = prompts_of(20, seed=12)
-    for hooks, armed in (("none", set()), ({"post_mlp": [1]}, {1})):
-        with birkhoff.load(folder / "model", hooks=hooks, vllm=further, **SMALL) as engine:
-            runner = engine._core.engine.model_executor.driver_worker.worker.model_runner
-            assert (type(runner) is CPUModelRunner) == (not armed)
-            inner = runner.get_model().model
-            for number, layer in enumerate(inner.layers):
-                untouched = type(layer) is LlamaDecoderLayer
-                assert untouched == (number not in armed)
-                if untouched:
-                    assert layer.forward.__func__.__code__ is LlamaDecoderLayer.forward.__code__
-                    assert "forward" not in vars(layer)
-            output = engine.generate(prompt, max_tokens=6, **GREEDY)
-            assert list(output.token_ids) == text(reference, prompt, 6)[0]
-            with pytest.raises((SiteError, OptionError, birkhoff.BirkhoffError), match="pre_attn"):
-                engine.generate(prompt, steer=EDIT, max_tokens=2, **GREEDY)
+    options = {"hooks": "none", "vllm": {"enforce_eager": True, "seed": 0}, **SMALL}
+    with birkhoff.load(folder / "model", **options) as engine:
+        runner = runner_of(engine)
+        assert type(runner) is CPUModelRunner
+        check_own(runner.get_model().model)
+        output = engine.generate(prompt, max_tokens=6, **GREEDY)
+        assert list(output.token_ids) == text(reference, prompt, 6)[0]
+        with pytest.raises((SiteError, OptionError, birkhoff.BirkhoffError), match="pre_attn"):
+            engine.generate(prompt, steer=EDIT, max_tokens=2, **GREEDY)
+
+
+def test_idle_steps_and_unarmed_layers_are_vllm_itself(model):
+    folder, reference = model
+    (prompt,) = prompts_of(20, seed=12)
+    options = {"hooks": {"post_mlp": [1]}, "vllm": {"enforce_eager": True, "seed": 0}, **SMALL}
+    with birkhoff.load(folder / "model", **options) as engine:
+        inner = runner_of(engine).get_model().model
+        check_own(inner.own)
+        assert [layer is own for layer, own in zip(inner.armed.layers, inner.own.layers)] == [
+            number != 1 for number in range(LAYERS)
+        ]
+        ran = []
+        own, armed = inner.own.layers[1], inner.armed.layers[1].layer
+        own.register_forward_hook(lambda module, *_: ran.append(module))  # a copy has it too
+        output = engine.generate(prompt, max_tokens=6, **GREEDY)
+        assert list(output.token_ids) == text(reference, prompt, 6)[0] and set(ran) == {own}
+        ran.clear()
+        engine.generate(prompt, capture=Capture({"post_mlp": [1]}, "all"), max_tokens=6, **GREEDY)
+        assert set(ran) == {armed} and armed.mlp is own.mlp
+
+
+def runner_of(engine):
+    return engine._core.engine.model_executor.driver_worker.worker.model_runner
+
+
+def check_own(decoder):
+    """The decoder and all of its layers are vLLM's, with its code."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaModel
+
+    for module, kind in ((decoder, LlamaModel), *((layer, LlamaDecoderLayer) for layer in decoder.layers)):
+        assert type(module) is kind and "forward" not in vars(module)
+        assert module.forward.__func__.__code__ is kind.forward.__code__

@@ -17,7 +17,7 @@ if HAS_VLLM:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
 
-    from birkhoff.vllm.site_op import CONTEXT, OpCalls, in_graph
+    from birkhoff.vllm.site_op import CONTEXT, in_graph, site_call
 
 
 def context(rank, mode):
@@ -47,7 +47,7 @@ def test_a_compiled_model_calls_every_site(mode):
     rank = GraphRank()
     rank.requests._in_graph = in_graph
     model = Toy()
-    arm_ordinary(model, "LlamaForCausalLM", ALL, OpCalls(rank.requests))
+    arm_ordinary(model.model, "LlamaForCausalLM", ALL, site_call(rank.requests))
     graphs = []
 
     def backend(graph, inputs):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 from torch import nn
+
+from birkhoff.vllm.armed_layers import arm_ordinary
+from birkhoff.vllm.switched_model import arm_model
 
 D, LAYERS = 8, 3
 
@@ -44,23 +47,33 @@ class Layer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
-class Toy(nn.Module):
+class Decoder(nn.Module):
     """Layers `start..stop` of a pipeline stage; the last stage has the final norm."""
 
-    def __init__(self, start=0, stop=LAYERS):
+    def __init__(self, start, stop):
         super().__init__()
-        layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
-        self.model = nn.Module()
-        self.model.layers = layers
-        self.model.norm = Norm()
-        self.model.start_layer, self.model.end_layer = start, stop
-        self.config = SimpleNamespace(num_hidden_layers=LAYERS)
+        self.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
+        self.norm = Norm()
+        self.start_layer, self.end_layer = start, stop
 
     def forward(self, x):
         residual = None
-        for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
+        for layer in self.layers[self.start_layer : self.end_layer]:
             x, residual = layer(None, x, residual)
-        return self.model.norm(x, residual)[0] if self.model.end_layer == LAYERS else x + residual
+        return self.norm(x, residual)[0] if self.end_layer == LAYERS else x + residual
+
+
+class Toy(nn.Module):
+    def __init__(self, start=0, stop=LAYERS):
+        super().__init__()
+        self.model = Decoder(start, stop)
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def arm(model, armed, call, idle=lambda: False):
+    arm_model(model, partial(arm_ordinary, architecture="LlamaForCausalLM", armed=armed, call=call), idle)
 
 
 def embed(token_ids):
@@ -69,25 +82,8 @@ def embed(token_ids):
     return torch.stack(rows)
 
 
-class Calls:
-    """Armed modules call the hooks of a rank, as uncompiled code does; `change` may stand between the two."""
-
-    def __init__(self, requests, change=None):
-        self._requests = requests
-        self._change = change or requests.edit_in_place
-
-    def idle(self):
-        return self._requests.idle()
-
-    def __call__(self, x, layer, site):
-        self._change(x, layer, site)
-
-
 class Seen(dict):
     """Keeps the rows of every site that is called."""
-
-    def idle(self):
-        return False
 
     def __call__(self, x, layer, site):
         self[site.name, layer] = x.clone()

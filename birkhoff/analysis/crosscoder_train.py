@@ -104,13 +104,17 @@ class SiteRowSource:
         sites = list(dict.fromkeys((*self.inputs, *self.outputs)))
         readers = [RequestReader(self._directory, site.hook, site.layer) for site in sites]
         try:
-            names = readers[0].names()
+            numbers = [reader.numbers() for reader in readers]
+            names = list(numbers[0])
             for index in torch.randperm(len(names), generator=generator).tolist():
-                entries = [reader.read(names[index], verify) for reader in readers]
+                name = names[index]
+                entries = [
+                    reader.read(of[name], verify) for reader, of in zip(readers, numbers) if name in of
+                ]
                 positions = entries[0].positions or []
-                if any(entry.positions != positions for entry in entries):
+                if len(entries) < len(sites) or any(entry.positions != positions for entry in entries):
                     raise CaptureFileError(
-                        f"request {names[index]} has rows of its sites at different positions. Harvest all sites of "
+                        f"request {name} has rows of its sites at different positions. Harvest all sites of "
                         "a crosscoder together, at the same positions."
                     )
                 kept = [row for row, position in enumerate(positions) if position >= self._skip]

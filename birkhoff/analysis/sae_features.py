@@ -11,6 +11,7 @@ only an indication, because it skips the layers in between.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ LEAST_TEXTS = 8  # fewer texts are not divided
 UNCLEAR = 0.1  # a rule that correlates less on its own texts is no label
 EVERYWHERE = 0.5  # density from which a feature without a rule is called so
 NAMED_PEAKS = 3
+Each = Callable[[int, torch.Tensor], None]  # the first position and the activations of a part of a text
 Context = Callable[[Peak], dict[str, object]]
 Label = tuple[str, str, LabelRule | None, float | None]  # text, how it was made, rule, score
 
@@ -45,10 +47,10 @@ def collect_features(
     skip: int = 1,
     contexts: int = 8,
     examples: int = 3,
-    each: Callable[[int, torch.Tensor], None] | None = None,
+    each: Callable[[int], Each] | None = None,
 ) -> FeatureBook:
-    """Run texts (token ids) and record feature activations, without the first `skip` tokens of each. `each` gets the
-    number of a text and its activations [tokens, features]."""
+    """Run texts (token ids) and record feature activations, without the first `skip` tokens of each. `each` gives what
+    takes the activations of a text, by its number."""
     if sae.hook is None or sae.layer is None:
         raise SaeError(
             "this dictionary does not say where its rows come from. Load it with hook= and layer=."
@@ -62,9 +64,7 @@ def collect_features(
             rows = view_rows(rows, sae.view).cpu()
         else:
             rows = torch.zeros(0, sae.d_model)
-        activations = book.add(rows, skip, rows_per_token)
-        if each is not None:
-            each(number, activations)
+        book.add(rows, skip, rows_per_token, None if each is None else each(number))
     return book
 
 
@@ -85,13 +85,7 @@ def explain(
     spoken = [[decode([token]) for token in ids] for ids in texts]
     labels = LabelSums(sae, spoken, len(texts), topics)
     book = collect_features(
-        engine,
-        sae,
-        texts,
-        skip,
-        contexts,
-        examples,
-        lambda number, activations: labels.add(number, activations, spoken[number], skip),
+        engine, sae, texts, skip, contexts, examples, lambda number: labels.adder(number, spoken[number])
     )
     promoted, suppressed = promoted_tokens(engine, sae, tokens)
     spelled = [
@@ -122,14 +116,15 @@ class LabelSums:
         device: torch.device | str = "cpu",
     ):
         self._held_out = _held_out(texts)
-        chosen_on = [words for number, words in enumerate(spoken) if number not in self._held_out]
-        vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
-        self.chosen = RuleSums(vocabulary, sae.d_sae, device)
-        self.judged = RuleSums(vocabulary, sae.d_sae, device)
+        chosen_on = [words for number, words in enumerate(spoken) if not self._held_out[number]]
+        self._vocabulary = Vocabulary(chosen_on, sae.d_sae, topics)
+        self.chosen = RuleSums(self._vocabulary, sae.d_sae, device)
+        self.judged = RuleSums(self._vocabulary, sae.d_sae, device)
 
-    def add(self, number: int, activations: torch.Tensor, spoken: Sequence[str], skip: int) -> None:
-        """Add text `number`: activations [tokens - skip, features] of its tokens from `skip` on."""
-        (self.judged if number in self._held_out else self.chosen).add(activations, spoken, skip)
+    def adder(self, number: int, spoken: Sequence[str]) -> Each:
+        """What adds the activations of text `number`, part by part."""
+        sums = self.judged if self._held_out[number] else self.chosen
+        return functools.partial(sums.add, self._vocabulary.clues(spoken))
 
 
 def describe(
@@ -176,12 +171,13 @@ def describe(
     return entries
 
 
-def _held_out(texts: int) -> set[int]:
-    """The numbers of the texts that labels are scored on: drawn at random, because files often have an order."""
-    if texts < LEAST_TEXTS:
-        return set()
-    order = torch.randperm(texts, generator=torch.Generator().manual_seed(0))
-    return set(order[: texts // HELD_OUT].tolist())
+def _held_out(texts: int) -> bytearray:
+    """For every text whether labels are scored on it: drawn at random, because files often have an order."""
+    held_out = torch.zeros(texts, dtype=torch.uint8)
+    if texts >= LEAST_TEXTS:
+        order = torch.randperm(texts, generator=torch.Generator().manual_seed(0))
+        held_out[order[: texts // HELD_OUT]] = 1
+    return bytearray(held_out.numpy())
 
 
 def _label(feature: int, sae: Sae, peaks: Sequence[str], density: float, labels: LabelSums) -> Label:

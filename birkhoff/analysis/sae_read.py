@@ -1,15 +1,17 @@
 """Reads the features of a dictionary from a harvest: top activations, density, co-firing and labels, in one pass.
 
 Rows are read once, text by text, and encoded on any device; nothing is run. Memory holds the weights, the sums of rules
-(at most 512 MiB), pairs of features (at most 1 GiB, `sae/cofiring.py`), a few places per feature and an index of about
-100 bytes per text, so that it does not depend on the number of rows. The text around a place comes from the token ids
-that the harvest stored: a second look at its sidecars, without rows. The words that labels may name are taken from the
-first `VOCABULARY_TEXTS` texts.
+(at most 512 MiB), pairs of features (at most 1 GiB, `sae/cofiring.py`), a few places per feature, the rows of one text,
+activations of a part of it (`sae/features.py`), the labels of one file and an index of 16 bytes per text, so that it
+does not depend on the number of rows. The text around a place comes from the token ids that the harvest stored: a
+second look at its sidecars, without rows. The words that labels may name are taken from the first `VOCABULARY_TEXTS`
+texts.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import time
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from birkhoff.analysis.sae_features import LabelSums, context_of, describe
+from birkhoff.analysis.sae_features import Each, LabelSums, context_of, describe
 from birkhoff.analysis.sae_rows import captured_hook, view_rows
 from birkhoff.atomic_file import write_atomic
 from birkhoff.capture.store.request_reader import RequestReader
@@ -89,22 +91,28 @@ def read_features(
     start = time.monotonic()
     on_device = _moved(sae, device)
     directory, hook = tag_directory(run), captured_hook(sae.hook, sae.view)
-    with RequestReader(directory, hook, sae.layer) as reader:
+    token_text = functools.cache(lambda token: decode([token]))
+    with RequestReader(directory, hook, sae.layer, open_files=1) as reader:
         total = len(reader) if limit is None else min(limit, len(reader))
         first = itertools.islice(reader.labels(), min(total, VOCABULARY_TEXTS))
-        spoken = [_spoken(decode, entry.token_ids or []) for _, entry in first]
+        spoken = [[*map(token_text, entry.token_ids or [])] for _, entry in first]
         labels = LabelSums(sae, spoken, total, device=device)
         book = FeatureBook(on_device, contexts, examples, device=device)
         pairs = CoFiring(sae.d_sae, device)
-        for number, (_, entry) in enumerate(itertools.islice(reader.rows(), total)):
+        for number in range(total):
+            entry = reader.read(number)
             used = _first_used(entry.positions or [], skip)
             rows = torch.from_numpy(entry.array[used:])
             per_token = rows.shape[1] if sae.view == "per_stream" else 1
             viewed = view_rows(rows, sae.view) if len(rows) else torch.zeros(0, sae.d_model)
             _check_width(sae, viewed)
-            activations = book.add(viewed.to(device), used, per_token)
-            labels.add(number, activations, _spoken(decode, entry.token_ids or []), used)
-            pairs.add(activations)
+            add_labels = labels.adder(number, [*map(token_text, entry.token_ids or [])])
+
+            def add(first: int, activations: torch.Tensor, add_labels: Each = add_labels) -> None:
+                add_labels(first, activations)
+                pairs.add(activations)
+
+            book.add(viewed.to(device), used, per_token, add)
             if progress is not None:
                 progress(number + 1, total)
         places = _places(reader, book, decode, total)
@@ -141,10 +149,6 @@ def _places(
                 decode([ids[place]]),
             )
     return found
-
-
-def _spoken(decode: Decode, ids: list[int]) -> list[str]:
-    return [decode([token]) for token in ids]
 
 
 def _first_used(positions: list[int], skip: int) -> int:

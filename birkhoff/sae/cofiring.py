@@ -13,6 +13,7 @@ import torch
 MAX_BYTES = 1 << 30
 WIDTH = 1024
 BLOCK = 1024  # features whose pairs are ranked at a time
+PART = 1 << 22  # activations that are counted at a time
 NOISE = 5.0  # standard deviations that an estimated correlation must exceed
 
 
@@ -26,14 +27,24 @@ class CoFiring:
         self._generator = torch.Generator(device).manual_seed(seed)
         width, dtype = (features, torch.int32) if self.exact else (WIDTH, torch.float32)
         self._sums = torch.zeros(features, width, dtype=dtype, device=device)
+        self._waiting: list[torch.Tensor] = []
 
     def add(self, activations: torch.Tensor) -> None:
         """Add the activations [tokens, features] of some tokens."""
-        active = activations > 0
+        self._waiting.append(activations > 0)
+        if sum(part.numel() for part in self._waiting) >= PART:
+            self._count()
+
+    def _count(self) -> None:
+        """Count what was added since the last time: few large products instead of one per text."""
+        if not self._waiting:
+            return
+        active, self._waiting = torch.cat(self._waiting).float(), []
         self.rows += len(active)
-        self.fired += active.sum(0)
-        used = active.any(0).nonzero().squeeze(1)  # of a few hundred tokens only some features fire
-        part = active[:, used].float()
+        fired = active.sum(0)
+        self.fired += fired.long()
+        used = fired.nonzero().squeeze(1)  # of a few hundred tokens only some features fire
+        part = active[:, used]
         if self.exact:
             together = (part.T @ part).int()
             self._sums[used[:, None], used[None]] += together
@@ -45,6 +56,7 @@ class CoFiring:
     def partners(self, most: int) -> list[list[tuple[int, int, float]]]:
         """For every feature the `most` features with the largest positive correlation of firing: number, tokens on
         which both fire, and correlation; largest first."""
+        self._count()
         found: list[list[tuple[int, int, float]]] = []
         count = self.fired.double()
         spread = (count * (self.rows - count)).sqrt()

@@ -17,9 +17,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 NEAR_TOKENS = 24  # how far back a topic word counts
 MOST_WORDS = 800  # words of each family
@@ -92,6 +94,48 @@ class Vocabulary:
         self.topics = {name: frozenset(given) for name, given in (topics or {}).items()}
         self.index = {word: number for number, word in enumerate(self.words)}
         self.near_index = {word: number for number, word in enumerate(self.near)}
+        self._rows: dict[str, int] = {}  # of the table below, by token
+        self._facts: list[_TokenFacts] = []
+        self._table = np.zeros((len(_TokenFacts._fields), 0), dtype=np.int64)
+
+    def clues(self, tokens: Sequence[str]) -> TextClues:
+        """What rules see of a text."""
+        rows = [self._row(token) for token in tokens]
+        if self._table.shape[1] < len(self._facts):
+            self._table = np.array(self._facts, dtype=np.int64).reshape(-1, len(_TokenFacts._fields)).T
+        word, near, kinds, *facts = self._table[:, rows]
+        ids, beyond = torch.from_numpy(word), torch.tensor([len(self.words)])
+        places = np.flatnonzero(near >= 0)
+        topics = [
+            (number, position)
+            for number, given in enumerate(self.topics.values())
+            for position, token in enumerate(tokens)
+            if plain_word(token) in given
+        ]
+        topic, at = np.array(topics, dtype=np.int64).reshape(-1, 2).T
+        return TextClues(
+            {"at": ids, "before": torch.cat([ids[1:], beyond]), "after": torch.cat([beyond, ids[:-1]])},
+            {"near": _spans(near[places], places, len(rows)), "topic": _spans(topic, at, len(rows))},
+            _kinds(kinds, np.array(facts)),
+        )
+
+    def _row(self, token: str) -> int:
+        row = self._rows.get(token)
+        if row is None:
+            row = self._rows[token] = len(self._facts)
+            word = plain_word(token)
+            numbers = self.index.get(word, len(self.words)), self.near_index.get(word, -1)
+            self._facts.append(_token_facts(token, *numbers))
+        return row
+
+
+class TextClues(NamedTuple):
+    """What rules see of a text: the number of the word at, before and after each token, by family; spans of near
+    words and topics, by family; and the kinds of each token."""
+
+    words: dict[str, torch.Tensor]  # [T]
+    spans: dict[str, torch.Tensor]  # [n, 3]: column, start, stop
+    kinds: torch.Tensor  # [T, kinds]
 
 
 class RuleSums:
@@ -111,29 +155,31 @@ class RuleSums:
             family: torch.zeros(size, dtype=torch.float64, device=device) for family, size in sizes.items()
         }
 
-    def add(self, activations: torch.Tensor, tokens: Sequence[str], skip: int = 0) -> None:
-        """Add one text: `activations` [T - skip, F] of its tokens from position `skip` on."""
+    def add(self, clues: TextClues, first: int, activations: torch.Tensor) -> None:
+        """Add `activations` [n, F] of the tokens of a text from position `first` on.
+
+        Sums of single words are made for the part and then added: adding every token to a sum over 10^8 rows would
+        lose small activations in float32."""
         activations = activations.to(self._device, torch.float32)
+        stop = first + len(activations)
         self.rows += len(activations)
-        self._total += activations.sum(0, dtype=torch.float64)
-        self._square += activations.double().square().sum(0)
-        words = [plain_word(token) for token in tokens]
-        other = len(self.vocabulary.words)
-        ids = torch.tensor([self.vocabulary.index.get(word, other) for word in words])
-        shifted = {"at": ids, "before": torch.cat([ids[1:], torch.tensor([other])])}
-        shifted["after"] = torch.cat([torch.tensor([other]), ids[:-1]])
-        for family, given in shifted.items():
-            used = given[skip:].to(self._device)
-            self._sums[family].index_add_(0, used, activations)
-            self._counts[family] += torch.bincount(used, minlength=other + 1).double()
-        for family, clues in (
-            ("near", _near(words, self.vocabulary.near_index)),
-            ("topic", _topics(words, self.vocabulary.topics)),
-            ("kind", _kinds(tokens)),
-        ):
-            used = clues[skip:].to(self._device)
-            self._sums[family] += used.T @ activations
-            self._counts[family] += used.sum(0, dtype=torch.float64)
+        before = activations.new_zeros(len(activations) + 1, activations.shape[1], dtype=torch.float64)
+        torch.cumsum(activations, 0, dtype=torch.float64, out=before[1:])
+        self._total += before[-1]
+        self._square += activations.square().sum(0, dtype=torch.float64)
+        for family, words in clues.words.items():
+            used, place = words[first:stop].to(self._device).unique(return_inverse=True)
+            part = activations.new_zeros(len(used), activations.shape[1])
+            self._sums[family][used] += part.index_add_(0, place, activations)
+            self._counts[family].index_add_(0, used, torch.bincount(place, minlength=len(used)).double())
+        for family, spans in clues.spans.items():
+            column, start, end = spans.to(self._device).unbind(1)
+            start, end = (side.clamp(first, stop) - first for side in (start, end))
+            self._sums[family].index_add_(0, column, (before[end] - before[start]).float())
+            self._counts[family].index_add_(0, column, (end - start).double())
+        kinds = clues.kinds[first:stop].to(self._device)
+        self._sums["kind"] += kinds.T @ activations
+        self._counts["kind"] += kinds.sum(0, dtype=torch.float64)
 
     def score(self, feature: int, rule: LabelRule) -> float | None:
         """Correlation of the rule with the feature's activations; None if either is constant."""
@@ -200,51 +246,76 @@ class RuleSums:
         return torch.where(spread > 0, (n * dots - total * counts) / spread.clamp_min(1e-30).sqrt(), math.nan)
 
 
-def _near(words: Sequence[str], index: Mapping[str, int]) -> torch.Tensor:
-    """[T, near words]: whether the word occurred within the last `NEAR_TOKENS` tokens, this one included."""
-    clues = torch.zeros(len(words), len(index))
-    for position, word in enumerate(words):
-        if word in index:
-            clues[position : position + NEAR_TOKENS, index[word]] = 1.0
-    return clues
+def _spans(columns: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
+    """[n, 3]: column, first position and the one behind the last, where a column occurred within the last
+    `NEAR_TOKENS` tokens of a text of `length`. It occurs at `positions`, in ascending order."""
+    if not len(columns):
+        return torch.zeros(0, 3, dtype=torch.long)
+    order = np.argsort(columns, kind="stable")
+    column, start = columns[order], positions[order]
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (np.diff(column) != 0) | (np.diff(start) > NEAR_TOKENS)
+    ends = np.append(begins[1:], True)
+    stop = np.minimum(start[ends] + NEAR_TOKENS, length)
+    return torch.from_numpy(np.stack([column[begins], start[begins], stop], 1))
 
 
-def _topics(words: Sequence[str], topics: Mapping[str, frozenset[str]]) -> torch.Tensor:
-    clues = torch.zeros(len(words), len(topics))
-    for column, named in enumerate(topics.values()):
-        for position, word in enumerate(words):
-            if word in named:
-                clues[position : position + NEAR_TOKENS, column] = 1.0
-    return clues
+class _TokenFacts(NamedTuple):
+    """What a token says by itself: its words, a bit per kind of its place, and how it changes what follows."""
+
+    word: int
+    near: int  # -1 for a word that is not among them
+    kinds: int
+    letters: bool
+    inner: bool  # begins with a letter that may continue a word
+    ends_in_letter: bool
+    turns: bool  # opens or closes a quotation
+    ends_sentence: bool
+    breaks: bool
 
 
-def _kinds(tokens: Sequence[str]) -> torch.Tensor:
-    """[T, kinds]: which kinds of place each token is, in the order of `KINDS`."""
-    rows = []
-    quoted, sentence = False, True
-    for position, token in enumerate(tokens):
-        word = token.strip()
-        special = bool(_SPECIAL.match(word))
-        letters = bool(word) and word[0].isalpha() and not special
-        marks = word.count('"') + word.count("“") + word.count("”")
-        quoted = quoted != (marks % 2 == 1)
-        piece = letters and position > 0 and not token[:1].isspace() and tokens[position - 1][-1:].isalpha()
-        here = {
-            "break": "\n" in token,
-            "mark": bool(word) and not special and not any(c.isalnum() for c in word),
-            "quoted": quoted,
-            "opening": letters and sentence,
-            "capital": letters and word[0].isupper(),
-            "piece": piece,
-            "number": word.isdecimal(),
-            "special": special,
-            "early": position < EARLY,
-            "late": position >= LATE,
-        }
-        rows.append([float(here[name]) for name in KINDS])
-        if letters:
-            sentence = False
-        if special or "\n" in token or word.rstrip('"”')[-1:] in (".", "!", "?"):
-            sentence = True
-            quoted = quoted and "\n" not in token  # an unclosed quotation ends with its line
-    return torch.tensor(rows).reshape(len(tokens), len(KINDS))
+_BIT = {name: 1 << number for number, name in enumerate(KINDS)}
+
+
+def _token_facts(token: str, word: int, near: int) -> _TokenFacts:
+    plain = token.strip()
+    special = bool(_SPECIAL.match(plain))
+    letters = bool(plain) and plain[0].isalpha() and not special
+    kinds = {
+        "break": "\n" in token,
+        "mark": bool(plain) and not special and not any(c.isalnum() for c in plain),
+        "capital": letters and plain[0].isupper(),
+        "number": plain.isdecimal(),
+        "special": special,
+    }
+    return _TokenFacts(
+        word,
+        near,
+        sum(_BIT[name] for name, here in kinds.items() if here),
+        letters,
+        letters and not token[:1].isspace(),
+        token[-1:].isalpha(),
+        sum(map(plain.count, ('"', "“", "”"))) % 2 == 1,
+        special or "\n" in token or plain.rstrip('"”')[-1:] in (".", "!", "?"),
+        "\n" in token,
+    )
+
+
+def _kinds(kinds: NDArray[np.int64], facts: NDArray[np.int64]) -> torch.Tensor:
+    """[T, kinds]: which kinds of place the tokens of a text are, in the order of `KINDS`, from what each says by itself
+    (`kinds` [T] and `facts` [5 or more, T], in the order of `_TokenFacts`)."""
+    letters, inner, ends_in_letter, turns, ends_sentence, breaks = facts
+    quotes = np.cumsum(turns)
+    quoted = (quotes - _before(quotes, breaks)) % 2  # an unclosed quotation ends with its line
+    words = np.cumsum(letters)
+    opening = letters * (words - _before(words, ends_sentence) == 1)
+    piece = inner * np.append(0, ends_in_letter)[: len(inner)]
+    codes = kinds | quoted * _BIT["quoted"] | opening * _BIT["opening"] | piece * _BIT["piece"]
+    codes[:EARLY] |= _BIT["early"]
+    codes[LATE:] |= _BIT["late"]
+    return (torch.from_numpy(codes)[:, None] >> torch.arange(len(KINDS)) & 1).float()
+
+
+def _before(counts: NDArray[np.int64], marks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For every position the (rising) count at the last marked position before it; 0 if there is none."""
+    return np.maximum.accumulate(np.append(0, counts * marks))[: len(counts)]

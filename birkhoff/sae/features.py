@@ -7,7 +7,7 @@ number of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from birkhoff.sae.dictionary import Sae
 
-MAX_ROWS_AT_ONCE = 512
+PART = 1 << 24  # activations that exist at a time
 
 
 @dataclass(frozen=True)
@@ -35,33 +35,50 @@ class FeatureBook:
         examples: int = 3,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        part: int = PART,
     ):
         sae.check_whole("a summary of features")
         self._sae = sae
         self.contexts = contexts
         self.rows = 0
         self.texts = 0
+        self._part = part
         self._generator = torch.Generator(device).manual_seed(seed)
         self._strongest = _Kept(sae.d_sae, contexts, device)
         self._drawn = _Kept(sae.d_sae, examples, device)
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long, device=device)
 
-    def add(self, rows: torch.Tensor, first: int = 0, rows_per_token: int = 1) -> torch.Tensor:
-        """Add the rows [n, d] of the next text in token order; `first` is the position of the first row. Returns the
-        activations [tokens, features]; of several rows of a token the largest."""
-        parts = [self._sae.encode(part) for part in rows.split(MAX_ROWS_AT_ONCE)]
-        features = torch.cat(parts) if parts else torch.zeros(0, self._sae.d_sae, device=rows.device)
-        self._fired += (features > 0).sum(0)
+    def add(
+        self,
+        rows: torch.Tensor,
+        first: int = 0,
+        rows_per_token: int = 1,
+        each: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Add the rows [n, d] of the next text in token order; `first` is the position of the first row.
+
+        A long text is encoded in parts. `each` gets the position of the first token of every part and its activations
+        [tokens, features]; of several rows of a token the largest."""
+        strongest, drawn = _Best(), _Best()
+        tokens = max(1, self._part // (self._sae.d_sae * rows_per_token))
+        for part in rows.split(tokens * rows_per_token) if len(rows) else ():
+            features = self._sae.encode(part)
+            active = features > 0
+            self._fired += active.sum(0)
+            if rows_per_token > 1:
+                features = features.view(-1, rows_per_token, self._sae.d_sae).amax(1)
+                active = features > 0
+            lot = torch.rand(features.shape, generator=self._generator, device=rows.device).mul_(active)
+            strongest.add(features, features, first)
+            drawn.add(lot, features, first)
+            if each is not None:
+                each(first, features)
+            first += len(features)
+        if len(rows):
+            self._strongest.offer(strongest, self.texts)
+            self._drawn.offer(drawn, self.texts)
         self.rows += len(rows)
-        by_token = features.view(-1, rows_per_token, self._sae.d_sae).amax(1)
-        if len(by_token):
-            value, index = by_token.max(0)
-            self._strongest.offer(value, value, self.texts, first + index)
-            lot = torch.rand(by_token.shape, generator=self._generator, device=rows.device) * (by_token > 0)
-            drawn, index = lot.max(0)
-            self._drawn.offer(drawn, by_token.gather(0, index[None])[0], self.texts, first + index)
         self.texts += 1
-        return by_token
 
     @property
     def density(self) -> torch.Tensor:
@@ -81,6 +98,25 @@ class FeatureBook:
         return sorted(self._drawn.of(feature), key=lambda peak: -peak.value)
 
 
+class _Best:
+    """For every feature the position with the largest rank in one text, with its value there."""
+
+    rank: torch.Tensor
+    value: torch.Tensor
+    position: torch.Tensor
+
+    def add(self, ranks: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Ranks and values [tokens, features] of the tokens from `first` on."""
+        rank, index = ranks.max(0)
+        value, position = values.gather(0, index[None])[0], first + index
+        if hasattr(self, "rank"):
+            later = rank > self.rank
+            value = torch.where(later, value, self.value)
+            position = torch.where(later, position, self.position)
+            rank = torch.maximum(rank, self.rank)
+        self.rank, self.value, self.position = rank, value, position
+
+
 class _Kept:
     """For every feature the `size` texts with the largest rank, each with a position and a value."""
 
@@ -90,13 +126,14 @@ class _Kept:
         self._texts = torch.full((features, size), -1, device=device)
         self._positions = torch.zeros(features, size, dtype=torch.long, device=device)
 
-    def offer(self, rank: torch.Tensor, value: torch.Tensor, text: int, position: torch.Tensor) -> None:
+    def offer(self, best: _Best, text: int) -> None:
         """One candidate per feature; a rank of 0 is none."""
-        self._ranks, order = torch.cat([self._ranks, rank[:, None]], 1).topk(self._ranks.shape[1], dim=1)
-        self.values = torch.cat([self.values, value[:, None]], 1).gather(1, order)
-        texts = torch.full((len(rank), 1), text, device=rank.device)
+        ranks = torch.cat([self._ranks, best.rank[:, None]], 1)
+        self._ranks, order = ranks.topk(self._ranks.shape[1], dim=1)
+        self.values = torch.cat([self.values, best.value[:, None]], 1).gather(1, order)
+        texts = torch.full((len(ranks), 1), text, device=ranks.device)
         self._texts = torch.cat([self._texts, texts], 1).gather(1, order)
-        self._positions = torch.cat([self._positions, position[:, None]], 1).gather(1, order)
+        self._positions = torch.cat([self._positions, best.position[:, None]], 1).gather(1, order)
 
     def of(self, feature: int) -> list[Peak]:
         columns = (self._texts, self._positions, self.values)

@@ -16,13 +16,17 @@ from birkhoff import Capture
 from birkhoff.analysis.harvest import harvest
 from birkhoff.analysis.sae_features import explain
 from birkhoff.analysis.sae_read import read_features
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.capture.store.reader import read_sharded
 from birkhoff.capture.store.request_reader import RequestReader
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError, SaeError, SaeFileError
 from birkhoff.sae.cofiring import CoFiring
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_index import FeatureIndex
-from birkhoff.sae.features import FeatureEntry
+from birkhoff.sae.features import FeatureBook, FeatureEntry
 from tests.cli.conftest import birkhoff as command
 from tests.server.conftest import serving
 
@@ -179,6 +183,55 @@ def test_estimated_pairs_are_near_the_counted_ones():
         assert guessed[feature][0][0] == partner
         assert guessed[feature][0][2] == pytest.approx(correlation, abs=0.15)
     assert all(not guessed[feature] for feature in range(20, 40))  # only noise is left, and left out
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 2]), st.integers(0, 99))
+def test_a_long_text_in_parts_is_described_as_at_once(tokens, streams, seed):
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(12, 6, generator=generator)
+    sae = Sae(matrix, None, matrix, hook=HOOK, layer=LAYER)
+    whole, parts = FeatureBook(sae, 2, 2), FeatureBook(sae, 2, 2, part=60)
+    for _ in range(3):
+        rows = torch.randn(tokens * streams, 6, generator=generator)
+        seen: list[tuple[int, torch.Tensor]] = []
+        whole.add(rows, 1, streams)
+        parts.add(rows, 1, streams, lambda *part, seen=seen: seen.append(part))
+        assert [first for first, _ in seen] == list(range(1, tokens + 1, 60 // (12 * streams)))
+        expected = sae.encode(rows).view(tokens, streams, 12).amax(1)
+        assert torch.allclose(torch.cat([part for _, part in seen]), expected, atol=1e-5)
+    assert torch.equal(whole.density, parts.density) and whole.rows == parts.rows
+    for feature in range(12):
+        for one, other in ((whole.peaks, parts.peaks), (whole.drawn, parts.drawn)):
+            assert [(p.text, p.position) for p in one(feature)] == [
+                (p.text, p.position) for p in other(feature)
+            ]
+
+
+def test_requests_in_several_records_are_joined_in_order(tmp_path):
+    """Three requests write in turns into two files at a time; small files make every request span several."""
+    options = FileOptions(tmp_path, default_layout="sharded", num_shards=1, shard_max_bytes=64, fsync=False)
+    with CaptureWriter(options) as files:
+        for key in "abc":
+            files.begin(CaptureRequest(key, key, "tag"))
+        for first in range(0, 12, 2):
+            for number, key in enumerate("abc"):
+                rows = np.full((2, 3), 100 * number + first, np.float32)
+                rows[1] += 1
+                labels = [first, first + 1]
+                files.append(
+                    Chunk(key, "tag", HOOK, 0, rows, "float32", (3,), labels, labels, "pp", row_offset=first)
+                )
+        for key in "abc":
+            files.finish(CaptureFinish(key))
+    with RequestReader(tmp_path / "tag", HOOK, 0, open_files=1) as reader:
+        assert len(reader) == 3 and reader.numbers() == {"a": 0, "b": 1, "c": 2}
+        for number, (name, entry) in enumerate(reader.labels()):
+            assert (name, entry.positions) == ("abc"[number], list(range(12)))
+            read = reader.read(number)
+            assert read.token_ids == entry.token_ids == list(range(12))
+            assert read.array[:, 0].tolist() == [100 * number + row for row in range(12)]
+    assert len(list((tmp_path / "tag").glob("*.bin"))) > 3
 
 
 def test_what_does_not_fit_is_refused(sae, run, engine, tmp_path):

@@ -73,7 +73,7 @@ def sums_of(
     width = len(features[0][0])
     sums = RuleSums(Vocabulary(TEXTS, width, topics), width)
     for words, rows in zip(texts, features):
-        sums.add(torch.tensor(rows)[skip:], words, skip)
+        sums.add(sums.vocabulary.clues(words), skip, torch.tensor(rows)[skip:])
     return sums
 
 
@@ -133,6 +133,24 @@ def test_scores_are_correlations(levels, skip):
     if activation.std() < 1e-3:
         return  # constant up to rounding
     assert score == pytest.approx(np.corrcoef(activation, predicted)[0, 1], abs=2e-3)
+
+
+@given(st.integers(1, 16), st.integers(0, 3), st.integers(0, 99))
+def test_a_text_in_parts_gives_the_sums_of_the_whole(size, skip, seed):
+    rows = torch.rand(16, 3, generator=torch.Generator().manual_seed(seed))
+    vocabulary = Vocabulary(TEXTS, 3, {"the sea": ["sea", "dog"]})
+    whole, parts = RuleSums(vocabulary, 3), RuleSums(vocabulary, 3)
+    clues = vocabulary.clues(TEXTS[0])
+    whole.add(clues, skip, rows[skip:])
+    for first in range(skip, 16, size):
+        parts.add(clues, first, rows[first : first + size])
+    assert whole.rows == parts.rows == 16 - skip
+    for rule in [("at", "the"), ("near", "fox"), ("topic", "the sea"), ("kind", "early"), ("kind", "piece")]:
+        if rule[0] == "near" and rule[1] not in vocabulary.near_index:
+            continue
+        expected = whole.score(1, LabelRule(rule[0], rule[1:]))
+        found = parts.score(1, LabelRule(rule[0], rule[1:]))
+        assert (expected is None and found is None) or found == pytest.approx(expected, abs=1e-4)
 
 
 def test_every_kind_of_place_has_words_for_it():

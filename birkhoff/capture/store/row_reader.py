@@ -12,7 +12,7 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -45,15 +45,16 @@ class _RowBlock(NamedTuple):
 class RowFiles:
     """Open capture files by index, with least-recently-used eviction."""
 
-    def __init__(self, sidecars: list[Path], labels: bool):
+    def __init__(self, sidecars: list[Path], labels: bool, most: int = OPEN_FILES):
         self.sidecars = sidecars
         self._labels = labels
+        self._most = most
         self._open = OrderedDict[int, CaptureFile]()
         self.checked = bytearray()  # one flag per record, by ordinal
 
     def __getitem__(self, index: int) -> CaptureFile:
         if index not in self._open:
-            while len(self._open) >= OPEN_FILES:
+            while len(self._open) >= self._most:
                 self._open.popitem(last=False)[1].close()
             self._open[index] = CaptureFile(self.sidecars[index], self._labels)
         self._open.move_to_end(index)
@@ -211,9 +212,15 @@ def sidecars_of(directory: Path) -> list[Path]:
 
 
 def index_blocks(
-    files: RowFiles, hook: str, layer: int, batch: int, dtype: str | None
+    files: RowFiles,
+    hook: str,
+    layer: int,
+    batch: int,
+    dtype: str | None,
+    each: Callable[[CaptureFile, PayloadRange], None] | None = None,
 ) -> tuple[tuple[str, tuple[int, ...]], Array]:
-    """Dtype and row shape of the requested rows, and their blocks [n, 5] of at most a batch."""
+    """Dtype and row shape of the requested rows, and their blocks [n, 5] of at most a batch. `each` sees every record
+    with rows."""
     form: tuple[str, tuple[int, ...]] | None = None
     blocks = array("q")
     for index, sidecar in enumerate(files.sidecars):
@@ -234,7 +241,9 @@ def index_blocks(
                     (index, record_index, start, min(start + batch, record.rows), len(files.checked))
                 )
             files.checked.append(record.crc32 is None)
-    return form or ("float32", ()), np.array(blocks, np.int64).reshape(-1, 5)
+            if each is not None:
+                each(file, record)
+    return form or ("float32", ()), np.frombuffer(blocks, np.int64).reshape(-1, 5)
 
 
 def _loaded(

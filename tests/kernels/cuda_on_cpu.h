@@ -76,6 +76,7 @@ inline float store_f16(unsigned short* p, float v) {
     return (float)f16_of(*p);
 }
 inline void store_as(unsigned short* p, float v) { store_f16(p, v); }
+inline void store_as(float* p, float v) { *p = v; }
 
 // mma.m16n8k16: row.col, float16 inputs. Each lane computes its own four results.
 template <bool BF16>

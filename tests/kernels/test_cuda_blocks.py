@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant
+from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant, Q8Variant
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import TYPES, PackedMatrix
 from tests.kernels.test_cuda import WIDE
@@ -44,7 +44,7 @@ def fp4_order(rows):
 
 def kind_of(decoder: str) -> str:
     """The type that a decoder of blocks.cuh reads."""
-    return re.sub(r"(_ONE)?\d*$", "", decoder) if decoder not in TYPES else decoder
+    return re.sub(r"(_ONE|_BYTES)?\d*$", "", decoder) if decoder not in TYPES else decoder
 
 
 def worst(actual, expected) -> float:
@@ -65,11 +65,35 @@ def test_products_with_q8_rows_are_exact(rows, columns):
     assert worst(out, expected) < 2e-6
 
 
+# A tile per thread block, and ranges of them.
+Q8_VARIANTS = [Q8Variant(4, 1), Q8Variant(2, 2), Q8Variant(8, 1), Q8Variant(4, 3, 4), Q8Variant(2, 4, 4)]
+
+
+@pytest.mark.parametrize("variant", Q8_VARIANTS, ids=str)
+@pytest.mark.parametrize("columns", [256, 1024, 4096])
 @torch.inference_mode()
-def test_rows_in_groups_read_their_own_inputs():
+def test_variants_of_products_with_q8_rows_are_exact(columns, variant):
+    kernels = backend()
+    weights = [weight_of("Q8_0", 48, columns, 1), weight_of("Q8_0", 9600, columns, 2)]
+    for rows, dtype in ((1, torch.float32), (5, torch.float16), (17, torch.bfloat16)):
+        x = inputs(rows, columns)
+        out = torch.full((rows, 9648), float("nan"), device="cuda", dtype=dtype)
+        kernels.gemv_q8(weights, x, out, None, variant)
+        expected = torch.cat([x[1].double() @ weight.dense().double().T for weight in weights], 1)
+        assert (
+            worst(out, expected) < {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+        )
+
+
+@pytest.mark.parametrize("variant", [None, Q8Variant(4, 3, 4)], ids=str)
+@torch.inference_mode()
+def test_rows_in_groups_read_their_own_inputs(variant):
     kernels, weight, x = backend(), weight_of("Q8_0", 128, 512, 3), inputs(3, 4 * 512)
     out = torch.full((3, 128), float("nan"), device="cuda")
-    kernels.gemv([weight], x, out, 32)
+    if variant is None:
+        kernels.gemv([weight], x, out, 32)
+    else:
+        kernels.gemv_q8([weight], x, out, 32, variant)
     parts = x[1].double().view(3, 4, 512).transpose(0, 1) @ weight.dense().double().view(
         4, 32, 512
     ).transpose(1, 2)

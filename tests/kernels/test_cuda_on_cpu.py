@@ -22,6 +22,7 @@ from birkhoff.kernels.packed import TYPES
 from birkhoff.kernels.packed.grids import grid
 from tests.kernels.test_cuda_blocks import fp4_order, kind_of, worst
 from tests.packed_matrices import random_matrix
+from tests.sizes import FULL
 
 SOURCES = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
 HERE = Path(__file__).parent
@@ -31,24 +32,31 @@ ARGUMENTS = {
     "down": "const ExpertSlot* slots, {count}const int* order, const u16* z, float* y, {grid}int inner, int width, "
     "int topk",
 }
-# Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages.
+Q8_ARGUMENTS = (
+    "const u8* codes, int rows, const u8* codes2, int rows2, const u16* xh, int n, int inner, int x_stride, "
+    "float* out, int out_stride, int group"
+)
+Q8_FORMS = ((2, 1), (2, 3))  # warps, depth
+# Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages. Those that differ
+# from another by copies of a table only are left to the full suite.
+MORE_COPIES = ("IQ2_XXS_BYTES16", "IQ2_XS8", "IQ3_XXS32")
 VARIANTS = [
     BlockVariant(name, *((2, 1), (2, 2, 1), (1, 3, 1))[index % 3])
-    for index, name in enumerate(BLOCK_DECODERS)
+    for index, name in enumerate(name for name in BLOCK_DECODERS if FULL or name not in MORE_COPIES)
 ]
 
 
 def without_ptx(text: str) -> str:
     """A source without its includes, kernels and functions of inline PTX."""
-    text = re.sub(r"^(#include|#pragma once|extern __shared__|#if.*|#endif).*$", "", text, flags=re.M)
+    text = re.sub(r"^(#include|#pragma once|#if.*|#endif).*$", "", text, flags=re.M)
     paragraphs = text.split("\n\n")
-    return "\n\n".join(each for each in paragraphs if "asm" not in each and 'extern "C"' not in each)
+    return "\n\n".join(each for each in paragraphs if not re.search(r"asm|extern|#define", each))
 
 
 def caller(name: str, function: str, kernel: str, threads: int, block_type: bool) -> str:
     """A function `name` that runs blocks of a grid of the kernel `function`."""
     count, table = ("int slot_count, ", "const u8* grid, ") if block_type else ("", "")
-    declared = ARGUMENTS[kernel].format(count=count, grid=table)
+    declared = ARGUMENTS.get(kernel, Q8_ARGUMENTS).format(count=count, grid=table)
     passed = ", ".join(each.split()[-1] for each in declared.split(", "))
     return (
         f'extern "C" void {name}(Place shape, const int (*blocks)[2], int block_count, {declared}) {{\n'
@@ -73,6 +81,10 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     text += without_ptx((SOURCES / "fp8_experts.cu").read_text())
     for kernel in ARGUMENTS:
         text += caller(f"{kernel}_FP8", f"{kernel}_fp8", kernel, 128, False)
+    text += without_ptx((SOURCES / "gemv_q8.cu").read_text())
+    for warps, depth in Q8_FORMS:
+        name, parameters = f"gemv_q8_{warps}_{depth}", f"<1, {warps}, {depth}, float>"
+        text += caller(name, f"gemv_q8_rows{parameters}", "gemv_q8", 32 * warps, False)
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -199,3 +211,31 @@ def test_experts_in_fp8_equal_the_product_of_their_values(library):
             assert worst(z[pair, here], expected_hidden(layer, expert, pair)[here]) < 2**-10
             product = layer.last[expert].dense().double() @ layer.z[pair].double()
             assert worst(y[pair // 2, pair % 2, here], product[here]) < 2e-6
+
+
+@pytest.mark.parametrize("form", Q8_FORMS, ids=str)
+def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
+    """Five tiles of two matrices in two thread blocks; five stages of columns, which two warps share unevenly."""
+    columns, rows, group = 1280, 3, 16
+    weights = [random_matrix(TYPES["Q8_0"], each, columns, each) for each in (48, 32)]
+    x = torch.randn(rows, 5 * columns, generator=torch.Generator().manual_seed(2)).half()
+    dense = torch.cat([weight.dense() for weight in weights]).double()
+    codes = [part for weight in weights for part in (weight.codes, weight.codes.shape[0])]
+    for groups in (0, group):
+        out = torch.full((rows, 80), float("nan"))
+        run(
+            library[f"gemv_q8_{form[0]}_{form[1]}"],
+            (2, 1),
+            [(0, 0), (1, 0)],
+            *codes,
+            x,
+            rows,
+            columns,
+            5 * columns,
+            out,
+            80,
+            groups,
+        )
+        own = x.double().view(rows, 5, columns)
+        parts = [dense[at : at + 16] @ own[:, at // 16 if groups else 0].T for at in range(0, 80, 16)]
+        assert worst(out, torch.cat(parts).T) < 2e-6

@@ -23,6 +23,7 @@ from birkhoff.kernels.cuda.variants import (
     BLOCK_TYPES,
     Q8_STAGE,
     BlockVariant,
+    Q8Variant,
     block_variant,
     gemv_variant,
     is_fp8_experts,
@@ -172,6 +173,37 @@ class CudaBackend:
             group or 0,
             pdl=self.pdl,
             shared=shared,
+        )
+
+    def gemv_q8(
+        self,
+        weights: Sequence[PackedWeight],
+        x: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        group: int | None,
+        variant: Q8Variant,
+    ) -> None:
+        """`gemv` of one or two matrices of Q8_0, in a variant of gemv_q8.cu."""
+        n, inner = x[1].shape[0], weights[0].inner
+        row_tiles, tiles = sum(weight.out for weight in weights) // 16, token_tiles(n)
+        second = weights[1] if len(weights) > 1 else None
+        compiled_module("gemv_q8.cu", self.device, variant.defines(tiles)).launch(
+            f"gemv_q8_{_DTYPE_SUFFIX[out.dtype]}",
+            (min(row_tiles, variant.blocks * self.processors) if variant.blocks else row_tiles, 1),
+            32 * variant.warps,
+            weights[0].weight,
+            weights[0].out,
+            None if second is None else second.weight,
+            0 if second is None else second.out,
+            x[0],
+            n,
+            inner,
+            x[1].stride(0),
+            out,
+            out.stride(0),
+            group or 0,
+            pdl=self.pdl,
+            shared=variant.warps * variant.depth * Q8_STAGE,
         )
 
     def route_and_shared(

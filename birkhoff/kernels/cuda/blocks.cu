@@ -9,8 +9,7 @@
 
 #include "blocks.cuh"
 
-// Dynamic shared memory: STAGES tiles, then sums of inputs (`sum_inputs`), then the table of the type.
-extern __shared__ uint4 memory[];
+// Dynamic shared memory has STAGES tiles, then sums of inputs (`sum_inputs`), then the table of the type.
 
 // Request `bytes` (a multiple of sixteen) of contiguous rows.
 template <int WARPS>

@@ -83,6 +83,9 @@ __device__ __forceinline__ u32 sub_f16x2(u32 a, u32 b) {
 // A number from 0 to 255 as float16, twice.
 __device__ __forceinline__ u32 small_to_f16x2(u32 n) { return sub_f16x2(n * 0x00010001u | 0x64006400u, 0x64006400u); }
 
+// Dynamic shared memory.
+extern __shared__ uint4 memory[];
+
 constexpr float SUBNORMAL = 16777216.f;  // 2^24: a code in the low bits of a float16 stands for code / 2^24
 
 // --- Q8_0: a float16 scale and 32 signed bytes ---------------------------------------------------------------------
@@ -123,6 +126,19 @@ __device__ __forceinline__ void multiply_q8_block(float (&acc)[RT][NT][4], const
     }
 }
 
+template <int NT, int RT>
+__device__ __forceinline__ void multiply_q8_stage(float (&acc)[RT][NT][4], const u8* staged, const u16* const (&x)[NT],
+                                                  const bool (&valid)[NT], int column) {
+    multiply_q8_block<NT, RT, 0>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 1>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 2>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 3>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 4>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 5>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 6>(acc, staged, x, valid, column);
+    multiply_q8_block<NT, RT, 7>(acc, staged, x, valid, column);
+}
+
 // As `gemm_fp8`, for RT tiles of sixteen rows of Q8_0; `staging` has room for STAGES * RT stages per warp.
 template <int NT, int RT, int WARPS, int STAGES, int WM = 1>
 __device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u16* const (&x)[NT],
@@ -143,16 +159,7 @@ __device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const
     int slot = 0;
     for (int at = warp; at < stages; at += WARPS) {
         wait_for_copies<STAGES - 1>();
-        const u8* staged = own + slot * RT * Q8_STAGE;
-        const int column = at * Q8_COLUMNS;
-        multiply_q8_block<NT, RT, 0>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 1>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 2>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 3>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 4>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 5>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 6>(acc, staged, x, valid, column);
-        multiply_q8_block<NT, RT, 7>(acc, staged, x, valid, column);
+        multiply_q8_stage<NT, RT>(acc, own + slot * RT * Q8_STAGE, x, valid, at * Q8_COLUMNS);
         __syncwarp();
         request(slot, at + WARPS * STAGES);
         if (++slot == STAGES) slot = 0;
@@ -169,11 +176,17 @@ __device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const
 // The product of a code and its integer scale is an exact float16 number up to 2048 and is multiplied as one. Where it
 // may be larger (Q6_K, IQ4_XS), an mma has columns of one scale, which multiplies the result.
 
-constexpr u32 SIGNS = 0x80008000u, EVEN_BYTES = 0x00ff00ffu;
+constexpr u32 EVEN_BYTES = 0x00ff00ffu;
 
 // Bytes 0, 2 and 1, 3 of a word as two float16 numbers each: exact subnormal ones.
 __device__ __forceinline__ u32 even_bytes(u32 four) { return four & EVEN_BYTES; }
 __device__ __forceinline__ u32 odd_bytes(u32 four) { return __byte_perm(four, 0u, 0x4341); }
+
+// Two pairs of columns of rows g and g + 8, by row: of two words of codes the even ones, (0, 2) and (4, 6) of eight inputs,
+// or the odd ones, (1, 3) and (5, 7).
+__device__ __forceinline__ void multiply_pairs(float (&part)[4], const u32 (&a)[2][2], const uint4& b, bool odd) {
+    mma<false>(part, a[0][0], a[1][0], a[0][1], a[1][1], odd ? b.z : b.x, odd ? b.w : b.y);
+}
 
 // Minima are multiplied with the sums of their sixteen inputs, split into two float16 numbers: those of lane q of token
 // g, four by s (`sum_inputs`). `minima` are four subnormal numbers of rows g and g + 8.
@@ -215,16 +228,18 @@ struct Q2_K {
 #pragma unroll
             for (int s = 0; s < 4; s++) inputs[s] = *reinterpret_cast<const uint4*>(x + s * 32 + i * 4);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 a = w[0][i + half], b = w[1][i + half], c = a >> 8, d = b >> 8;
+            for (int odd = 0; odd < 2; odd++)
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
                     const u32 mask = 0x00030003u << (2 * s);
-                    mma<false>(part, mul_f16x2(a & mask, step[0][s]), mul_f16x2(b & mask, step[1][s]),
-                               mul_f16x2(c & mask, step[0][s]), mul_f16x2(d & mask, step[1][s]),
-                               half ? inputs[s].y : inputs[s].x, half ? inputs[s].w : inputs[s].z);
+                    u32 a[2][2];
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int next = 0; next < 2; next++)
+                            a[h][next] = mul_f16x2(w[h][i + next] >> (8 * odd) & mask, step[h][s]);
+                    multiply_pairs(part, a, inputs[s], odd);
                 }
-            }
         }
         multiply_sums(least, minima, sums[q]);
 #pragma unroll
@@ -234,6 +249,10 @@ struct Q2_K {
         }
     }
 };
+
+// 256 inputs of zero, which lanes without an input read.
+__device__ uint4 zero_inputs[32];
+__device__ __forceinline__ const u16* no_inputs() { return reinterpret_cast<const u16*>(zero_inputs); }
 
 // Q2_K for one token. The eight columns of an mma are then free: column q + 4 (s % 2) has the inputs of lane q's
 // sixteen columns s and zeros elsewhere, so that its sums have one scale, which multiplies them afterwards instead of
@@ -256,21 +275,24 @@ struct Q2_K_ONE {
         }
         float part[2][4] = {}, least[4] = {};
         x += (q >> 1) * 128 + (q & 1) * 16;
+        const u16* const from[2] = {g == q ? x : no_inputs(), g == q + 4 ? x : no_inputs()};
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
             uint4 inputs[4];
 #pragma unroll
-            for (int s = 0; s < 4; s++) inputs[s] = load_input16(x + s * 32 + (i ^ swap) * 4, g == q + 4 * (s & 1));
+            for (int s = 0; s < 4; s++) inputs[s] = *reinterpret_cast<const uint4*>(from[s & 1] + s * 32 + (i ^ swap) * 4);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 a = w[0][i + half], b = w[1][i + half], c = a >> 8, d = b >> 8;
+            for (int odd = 0; odd < 2; odd++)
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
                     const u32 mask = 0x00030003u << (2 * s);
-                    mma<false>(part[s >> 1], a & mask, b & mask, c & mask, d & mask, half ? inputs[s].y : inputs[s].x,
-                               half ? inputs[s].w : inputs[s].z);
+                    u32 a[2][2];
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int next = 0; next < 2; next++) a[h][next] = w[h][i + next] >> (8 * odd) & mask;
+                    multiply_pairs(part[s >> 1], a, inputs[s], odd);
                 }
-            }
         }
         uint4 sum = sums[2 * (q & 1) + (q >> 1)];
         if (g) sum = make_uint4(0, 0, 0, 0);
@@ -335,20 +357,19 @@ struct Q3_K {
 #pragma unroll
             for (int s = 0; s < 4; s++) inputs[s] = *reinterpret_cast<const uint4*>(x + s * 32 + i * 4);
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+            for (int odd = 0; odd < 2; odd++)
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
                     u32 a[2][2];
 #pragma unroll
                     for (int r = 0; r < 2; r++)
 #pragma unroll
-                        for (int odd = 0; odd < 2; odd++) {
-                            const u32 code = w[r][i + half] >> (8 * odd) & 0x00030003u << (2 * s);
-                            const u32 bit = top[r][i + half] >> (8 * odd) << (s + 2) & 0x00040004u << (2 * s);
-                            a[r][odd] = mul_f16x2(code | bit, step[r][s]);
+                        for (int next = 0; next < 2; next++) {
+                            const u32 code = w[r][i + next] >> (8 * odd) & 0x00030003u << (2 * s);
+                            const u32 bit = top[r][i + next] >> (8 * odd) << (s + 2) & 0x00040004u << (2 * s);
+                            a[r][next] = mul_f16x2(code | bit, step[r][s]);
                         }
-                    mma<false>(part, a[0][0], a[1][0], a[0][1], a[1][1], half ? inputs[s].y : inputs[s].x,
-                               half ? inputs[s].w : inputs[s].z);
+                    multiply_pairs(part, a, inputs[s], odd);
                 }
         }
         multiply_sums(least, minima, sums[q]);
@@ -398,38 +419,39 @@ struct K_WITH_MINIMA {
         x += 64 * q;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const uint4 first = *reinterpret_cast<const uint4*>(x + 8 * e);
-            const uint4 next = *reinterpret_cast<const uint4*>(x + 32 + 8 * e);
+            const uint4 inputs[2] = {*reinterpret_cast<const uint4*>(x + 8 * e),
+                                     *reinterpret_cast<const uint4*>(x + 32 + 8 * e)};
+            u32 a[2][2][2][2];  // by group of 32 columns, odd columns, row, word
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                u32 a[2][2][2];
+            for (int r = 0; r < 2; r++)
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const u32 w = word(codes[r][e >> 1], 2 * (e & 1) + half);
+                for (int next = 0; next < 2; next++) {
+                    const u32 w = word(codes[r][e >> 1], 2 * (e & 1) + next);
                     if (FIFTH) {
-                        const u32 bits = word(top[r][e >> 1], 2 * (e & 1) + half);
+                        const u32 bits = word(top[r][e >> 1], 2 * (e & 1) + next);
                         const u32 moved = __funnelshift_l(bits, bits, 4 - 2 * q);
                         const u32 lower = (w & 0x0f0f0f0fu) | (moved & 0x10101010u);
                         const u32 upper = (w >> 4 & 0x0f0f0f0fu) | (moved >> 1 & 0x10101010u);
-                        a[r][0][0] = even_bytes(lower);
-                        a[r][0][1] = odd_bytes(lower);
-                        a[r][1][0] = even_bytes(upper);
-                        a[r][1][1] = odd_bytes(upper);
+                        a[0][0][r][next] = even_bytes(lower);
+                        a[0][1][r][next] = odd_bytes(lower);
+                        a[1][0][r][next] = even_bytes(upper);
+                        a[1][1][r][next] = odd_bytes(upper);
                     } else {
-                        a[r][0][0] = w & 0x000f000fu;
-                        a[r][0][1] = w >> 8 & 0x000f000fu;
-                        a[r][1][0] = w & 0x00f000f0u;
-                        a[r][1][1] = w >> 8 & 0x00f000f0u;
+                        a[0][0][r][next] = w & 0x000f000fu;
+                        a[0][1][r][next] = w >> 8 & 0x000f000fu;
+                        a[1][0][r][next] = w & 0x00f000f0u;
+                        a[1][1][r][next] = w >> 8 & 0x00f000f0u;
                     }
                 }
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const uint4 b = n ? next : first;
-                    mma<false>(part[n], mul_f16x2(a[0][n][0], step[0][n]), mul_f16x2(a[1][n][0], step[1][n]),
-                               mul_f16x2(a[0][n][1], step[0][n]), mul_f16x2(a[1][n][1], step[1][n]),
-                               half ? b.y : b.x, half ? b.w : b.z);
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        a[n][odd][i >> 1][i & 1] = mul_f16x2(a[n][odd][i >> 1][i & 1], step[i >> 1][n]);
+                    multiply_pairs(part[n], a[n][odd], inputs[n], odd);
                 }
-            }
         }
         multiply_sums(least, minima, sums[q]);
 #pragma unroll
@@ -562,20 +584,22 @@ struct PointTable {
     }
 };
 
-// Eight magnitudes with their signs, as float16: columns (0, 2), (1, 3), (4, 6), (5, 7). There are seven signs; the
-// eighth makes the number of minus signs even.
-__device__ __forceinline__ void signed_values(u32 (&a)[4], u32 first, u32 last, u32 signs) {
-    signs += (u32)__popc(signs) << 7;  // more bits than one do no harm
-    signs *= 0x01000400u;              // bit i to 10 + i and 24 + i
-    a[0] = even_bytes(first) ^ (signs << 5 & SIGNS);
-    a[1] = odd_bytes(first) ^ (signs << 4 & SIGNS);
-    a[2] = even_bytes(last) ^ (signs << 1 & SIGNS);
-    a[3] = odd_bytes(last) ^ (signs & SIGNS);
+// Eight magnitudes with their signs, as float16, by even and odd columns of both words. There are seven signs; the eighth
+// makes the number of minus signs even. Signs are spread to the highest bits of four bytes (bit i to 7 + 8 i), which
+// become the upper bytes of float16 numbers.
+__device__ __forceinline__ void signed_values(u32 (&even)[2], u32 (&odd)[2], u32 first, u32 last, u32 signs) {
+    const u32 bits[2] = {signs, (signs >> 4) + ((u32)__popc(signs) << 3)};  // further bits do no harm
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 upper = bits[i] * 0x10204080u & 0x80808080u;
+        even[i] = __byte_perm(i ? last : first, upper, 0x6240);
+        odd[i] = __byte_perm(i ? last : first, upper, 0x7351);
+    }
 }
 
-__device__ __forceinline__ void multiply_eight(float (&part)[4], const u32 (&a)[2][4], const uint4& b) {
-    mma<false>(part, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.z);
-    mma<false>(part, a[0][2], a[1][2], a[0][3], a[1][3], b.y, b.w);
+__device__ __forceinline__ void scale_pairs(u32 (&a)[2], u32 step) {
+    a[0] = mul_f16x2(a[0], step);
+    a[1] = mul_f16x2(a[1], step);
 }
 
 // 66 bytes: d, then per 32 columns four indices of lattice points, four times seven sign bits and a scale of four bits.
@@ -610,7 +634,7 @@ struct IQ2_XXS {
 #pragma unroll
             for (int o = 0; o < 4; o++) {
                 const uint4 b = *reinterpret_cast<const uint4*>(x + (4 * pass + q) * 32 + o * 8);
-                u32 a[2][4];
+                u32 even[2][2], odd[2][2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const uint2 point = table[__byte_perm(words[h].x, 0u, 0x4440 + o)];
@@ -618,14 +642,15 @@ struct IQ2_XXS {
                     signs += (u32)__popc(signs) << 7;  // the eighth makes their number even; more bits do no harm
                     signs *= 0x01000400u;              // bit i to 10 + i and 24 + i
                     const u32 levels = 0x002b1908u;
-                    a[h][0] = __byte_perm(levels, 0u, point.x) ^ (signs << 5 & SIGNS);
-                    a[h][1] = __byte_perm(levels, 0u, point.x >> 16) ^ (signs << 4 & SIGNS);
-                    a[h][2] = __byte_perm(levels, 0u, point.y) ^ (signs << 1 & SIGNS);
-                    a[h][3] = __byte_perm(levels, 0u, point.y >> 16) ^ (signs & SIGNS);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) a[h][i] = mul_f16x2(a[h][i], step[h]);
+                    even[h][0] = __byte_perm(levels, 0u, point.x) ^ (signs << 5 & 0x80008000u);
+                    odd[h][0] = __byte_perm(levels, 0u, point.x >> 16) ^ (signs << 4 & 0x80008000u);
+                    even[h][1] = __byte_perm(levels, 0u, point.y) ^ (signs << 1 & 0x80008000u);
+                    odd[h][1] = __byte_perm(levels, 0u, point.y >> 16) ^ (signs & 0x80008000u);
+                    scale_pairs(even[h], step[h]);
+                    scale_pairs(odd[h], step[h]);
                 }
-                multiply_eight(part, a, b);
+                multiply_pairs(part, even, b, false);
+                multiply_pairs(part, odd, b, true);
             }
         }
 #pragma unroll
@@ -639,11 +664,12 @@ struct IQ2_XXS {
     }
 };
 
-// IQ2_XXS for one token, as Q2_K_ONE: column n of an mma has the inputs of 32 columns n, whose scale multiplies its sums.
-template <int COPIES>
+// IQ2_XXS with points as bytes. For ONE_TOKEN as Q2_K_ONE: column n of an mma has the inputs of 32 columns n, whose scale
+// multiplies its sums.
+template <int COPIES, bool ONE_TOKEN>
 struct IQ2_XXS_TABLE : PointTable<256, 8, COPIES> {
     static constexpr int BYTES = 66;
-    static constexpr bool SUMS = false, ONE = true;
+    static constexpr bool SUMS = false, ONE = ONE_TOKEN;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                        const u8* table) {
@@ -652,28 +678,39 @@ struct IQ2_XXS_TABLE : PointTable<256, 8, COPIES> {
 #pragma unroll
         for (int pass = 0; pass < 2; pass++) {
             const int group = 4 * pass + q;
+            const u16* from = (!ONE || g == group ? x : no_inputs()) + group * 32;
             uint2 words[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) words[h] = load_two_words<HALF>((h ? high : low) + 2 + group * 8);
 #pragma unroll
             for (int o = 0; o < 4; o++) {
-                u32 a[2][4];
+                u32 even[2][2], odd[2][2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32* point = IQ2_XXS_TABLE::point(table, words[h].x >> (8 * o) & 255u);
+                    const u32* point = IQ2_XXS_TABLE::point(table, __byte_perm(words[h].x, 0u, 0x4440 + o));
                     const uint2 both = *reinterpret_cast<const uint2*>(point);
-                    signed_values(a[h], both.x, both.y, words[h].y >> (7 * o) & 127u);
+                    signed_values(even[h], odd[h], both.x, both.y, words[h].y >> (7 * o) & 127u);
+                    if (!ONE) {
+                        const u32 step = small_to_f16x2((words[h].y >> 27 & 30u) + 1u);  // twice the scale and one half
+                        scale_pairs(even[h], step);
+                        scale_pairs(odd[h], step);
+                    }
                 }
-                multiply_eight(part[o & 1], a, load_input16(x + group * 32 + o * 8, g == group));
+                const uint4 b = *reinterpret_cast<const uint4*>(from + o * 8);
+                multiply_pairs(part[0], even, b, false);
+                multiply_pairs(part[1], odd, b, true);
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u8* row = h ? high : low;
+            const float d = half_at(row) * (0.125f * SUBNORMAL);
+            const float first = part[0][2 * h] + part[1][2 * h], last = part[0][2 * h + 1] + part[1][2 * h + 1];
             const u8* scales = row + 9 + 16 * q;  // of groups 2 q and 2 q + 1
-            const float first = 2.f * (float)(scales[0] >> 4) + 1.f, last = 2.f * (float)(scales[8] >> 4) + 1.f;
-            acc[2 * h] += half_at(row) * (0.125f * SUBNORMAL) *
-                          (first * (part[0][2 * h] + part[1][2 * h]) + last * (part[0][2 * h + 1] + part[1][2 * h + 1]));
+            acc[2 * h] += ONE ? d * ((2.f * (float)(scales[0] >> 4) + 1.f) * first +
+                                     (2.f * (float)(scales[8] >> 4) + 1.f) * last)
+                              : d * first;
+            if (!ONE) acc[2 * h + 1] += d * last;
         }
     }
     static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
@@ -683,8 +720,10 @@ struct IQ2_XXS_TABLE : PointTable<256, 8, COPIES> {
     }
     static __device__ __forceinline__ float finish(float sum) { return sum; }
 };
-typedef IQ2_XXS_TABLE<1> IQ2_XXS_ONE;
-typedef IQ2_XXS_TABLE<16> IQ2_XXS_ONE16;
+typedef IQ2_XXS_TABLE<1, false> IQ2_XXS_BYTES;
+typedef IQ2_XXS_TABLE<16, false> IQ2_XXS_BYTES16;
+typedef IQ2_XXS_TABLE<1, true> IQ2_XXS_ONE;
+typedef IQ2_XXS_TABLE<16, true> IQ2_XXS_ONE16;
 
 // 74 bytes: d, per eight columns nine bits of index and seven of signs, per sixteen a scale of four bits. Lane q takes 64
 // columns.
@@ -706,17 +745,19 @@ struct IQ2_XS_TABLE : PointTable<512, 8, COPIES> {
         float part[2][4] = {};
 #pragma unroll
         for (int o = 0; o < 8; o++) {
-            u32 a[2][4];
+            u32 even[2][2], odd[2][2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const u32 both = words[r][o >> 1] >> (16 * (o & 1));
                 const u32 step = small_to_f16x2((scales[r] >> (4 * (o >> 1)) & 15u) * 2u + 1u);
                 const uint2 point = *reinterpret_cast<const uint2*>(IQ2_XS_TABLE::point(table, both & 511u));
-                signed_values(a[r], point.x, point.y, both >> 9 & 127u);
-#pragma unroll
-                for (int i = 0; i < 4; i++) a[r][i] = mul_f16x2(a[r][i], step);
+                signed_values(even[r], odd[r], point.x, point.y, both >> 9 & 127u);
+                scale_pairs(even[r], step);
+                scale_pairs(odd[r], step);
             }
-            multiply_eight(part[o & 1], a, *reinterpret_cast<const uint4*>(x + 64 * q + 8 * o));
+            const uint4 b = *reinterpret_cast<const uint4*>(x + 64 * q + 8 * o);
+            multiply_pairs(part[0], even, b, false);
+            multiply_pairs(part[1], odd, b, true);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -755,16 +796,18 @@ struct IQ3_XXS_TABLE : PointTable<256, 4, COPIES> {
             }
 #pragma unroll
             for (int o = 0; o < 4; o++) {
-                u32 a[2][4];
+                u32 even[2][2], odd[2][2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const u32 two = points[r][o >> 1] >> (16 * (o & 1));
-                    signed_values(a[r], *IQ3_XXS_TABLE::point(table, two & 255u),
+                    signed_values(even[r], odd[r], *IQ3_XXS_TABLE::point(table, two & 255u),
                                   *IQ3_XXS_TABLE::point(table, two >> 8 & 255u), signs[r][0] >> (7 * o) & 127u);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) a[r][i] = mul_f16x2(a[r][i], step[r]);
+                    scale_pairs(even[r], step[r]);
+                    scale_pairs(odd[r], step[r]);
                 }
-                multiply_eight(part[o & 1], a, *reinterpret_cast<const uint4*>(x + group * 32 + o * 8));
+                const uint4 b = *reinterpret_cast<const uint4*>(x + group * 32 + o * 8);
+                multiply_pairs(part[0], even, b, false);
+                multiply_pairs(part[1], odd, b, true);
             }
         }
 #pragma unroll

@@ -206,7 +206,6 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
                                              i64 host_begin, i64 host_end) {
     __shared__ float shared[WARPS * RT * 16 * 8];
     __shared__ uint4 staging[HOST ? WARPS * RT * 256 : 1], staged_scales[HOST ? RT * HOST_SCALES : 1];
-    extern __shared__ uint4 staging_q8[];
     launch_dependents();
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16 * RT;
     const u8 *c[RT], *s[RT];
@@ -220,7 +219,7 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
             c[r] = codes + (i64)(row + 16 * r) * (Q8 ? inner / Q8_COLUMNS * Q8_BYTES : inner);
             s[r] = scale + row + 16 * r;
         }
-        if (Q8) gemm_q8<1, RT, WARPS, 2>(acc, c, x, valid, inner, reinterpret_cast<u8*>(staging_q8));
+        if (Q8) gemm_q8<1, RT, WARPS, 2>(acc, c, x, valid, inner, reinterpret_cast<u8*>(memory));
         else gemm_fp8<1, RT, WARPS, WARPS == 1 ? 4 : 2>(acc, c, s, width, x, valid, inner);
         store_partials<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {

@@ -17,7 +17,6 @@ __device__ __forceinline__ void gemv(const u8* codes, const u8* scale, int rows8
                                      int rows8b, const u16* weight16, int rows16, const u16* xh, const u16* xb, int n,
                                      int inner, int x_stride, OUT* out, int out_stride, int group) {
     __shared__ float shared[WM * WARPS * 16 * NT * 8];
-    extern __shared__ uint4 staging[];
     launch_dependents();
     const int g = (threadIdx.x & 31) >> 2, side = (threadIdx.x >> 5) % WM;
     int row = (blockIdx.x * WM + side) * 16;
@@ -39,7 +38,7 @@ __device__ __forceinline__ void gemv(const u8* codes, const u8* scale, int rows8
         if (second) row -= rows8;
         const u8* const c[1] = {(second ? codes2 : codes) + row * row_bytes<Q8>(inner)};
         const u8* const s[1] = {(second ? scale2 : scale) + row};
-        if (Q8) gemm_q8<NT, 1, WARPS, U, WM>(acc, c, x, valid, inner, reinterpret_cast<u8*>(staging));
+        if (Q8) gemm_q8<NT, 1, WARPS, U, WM>(acc, c, x, valid, inner, reinterpret_cast<u8*>(memory));
         else gemm_fp8<NT, 1, WARPS, U, WM>(acc, c, s, second ? rows8b : rows8, x, valid, inner);
     } else {
         row -= rows8 + rows8b;
@@ -93,12 +92,11 @@ __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale,
                                                int experts, const u16* xh, const u16* xb, int n, int width, u16* z,
                                                float* logits, int logit_stride, float limit) {
     __shared__ float shared[WARPS * 2 * 16 * NT * 8];
-    extern __shared__ uint4 staging[];
     launch_dependents();
     const int g = (threadIdx.x & 31) >> 2;
     int row = blockIdx.x * 16;
     if (row < inner) {
-        shared_gate_up<NT, WARPS, U, Q8>(shared, reinterpret_cast<u8*>(staging), row, codes, scale, inner, xh, n, width, z, limit);
+        shared_gate_up<NT, WARPS, U, Q8>(shared, reinterpret_cast<u8*>(memory), row, codes, scale, inner, xh, n, width, z, limit);
         return;
     }
     row -= inner;
@@ -131,11 +129,10 @@ __device__ __forceinline__ void router_gate_up_one(const u8* codes, const u8* sc
                                                    ExpertSlot* slots, int topk, float factor) {
     __shared__ float shared[WARPS * 2 * 16 * 8];
     __shared__ bool last;
-    extern __shared__ uint4 staging[];
     const int t = threadIdx.x, lane = t & 31, router_blocks = experts / 8;
     launch_dependents();
     if (blockIdx.x >= router_blocks) {
-        shared_gate_up<1, WARPS, 2, Q8>(shared, reinterpret_cast<u8*>(staging), (blockIdx.x - router_blocks) * 16, codes, scale, inner, xh, 1, width, z,
+        shared_gate_up<1, WARPS, 2, Q8>(shared, reinterpret_cast<u8*>(memory), (blockIdx.x - router_blocks) * 16, codes, scale, inner, xh, 1, width, z,
                                     limit);
         return;
     }

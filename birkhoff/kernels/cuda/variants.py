@@ -34,6 +34,8 @@ BLOCK_DECODERS = {
     "Q6_K": BlockDecoder(210),
     "IQ4_XS": BlockDecoder(136),
     "IQ2_XXS": BlockDecoder(66, table=2048),
+    "IQ2_XXS_BYTES": BlockDecoder(66, table=2048),
+    "IQ2_XXS_BYTES16": BlockDecoder(66, table=2048 * 16),
     "IQ2_XXS_ONE": BlockDecoder(66, table=2048, one=True),
     "IQ2_XXS_ONE16": BlockDecoder(66, table=2048 * 16, one=True),
     "IQ2_XS": BlockDecoder(74, table=4096),
@@ -107,6 +109,19 @@ def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int
     if total >= 16384:  # enough rows to keep all warps busy without splitting K further
         return (2, 1, 4) if inner > 1024 else (1, 1, 8)
     return (2, 1, 4) if grouped else (4, 1, 1)
+
+
+@dataclass(frozen=True)
+class Q8Variant:
+    """A form of gemv_q8.cu: warps that split K, stages of 256 columns each has in flight, and thread blocks per
+    multiprocessor; 0 if every sixteen rows have their own."""
+
+    warps: int
+    depth: int
+    blocks: int = 0
+
+    def defines(self, tiles: int) -> tuple[str, ...]:
+        return (f"Q8_TILES={tiles}", f"Q8_WARPS={self.warps}", f"Q8_DEPTH={self.depth}")
 
 
 def q8_variant(tiles: int, inner: int) -> tuple[int, int]:

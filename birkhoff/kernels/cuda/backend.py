@@ -20,11 +20,12 @@ import torch
 
 from birkhoff.kernels.cuda.compile import Module, find_nvrtc
 from birkhoff.kernels.cuda.variants import (
-    BLOCK_TYPES,
+    Q8_CHOICES,
     Q8_STAGE,
     BlockVariant,
     Q8Variant,
     block_variant,
+    expert_sources,
     gemv_variant,
     is_fp8_experts,
     q8_variant,
@@ -108,11 +109,8 @@ class CudaBackend:
         sources: list[tuple[str, tuple[str, ...]]] = [
             (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
         ]
-        for kind in sorted(set(expert_types)):
-            if kind in BLOCK_TYPES:
-                sources.append(("blocks.cu", block_variant(kind).defines))
-            elif kind == "FP8":
-                sources.append(("fp8_experts.cu", ()))
+        sources += sorted(expert_sources(expert_types))
+        sources += [("gemv_q8.cu", variant.defines(tiles)) for (tiles, _), variant in Q8_CHOICES.items()]
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
         self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
@@ -148,6 +146,9 @@ class CudaBackend:
         tiles = token_tiles(n)
         total = sum(weight.out for weight in weights)
         suffix = _DTYPE_SUFFIX[out.dtype]
+        if codes and not bf16 and codes[0].kernel_type == "Q8_0" and (tiles, inner) in Q8_CHOICES:
+            self.gemv_q8(codes, x, out, group, Q8_CHOICES[tiles, inner])
+            return
         if codes and not codes[0].is_fp8:
             warps, depth = q8_variant(tiles, inner)
             row_blocks, shared = 1, warps * depth * Q8_STAGE
@@ -178,7 +179,7 @@ class CudaBackend:
     def gemv_q8(
         self,
         weights: Sequence[PackedWeight],
-        x: tuple[torch.Tensor, torch.Tensor],
+        x: tuple[torch.Tensor | None, torch.Tensor],
         out: torch.Tensor,
         group: int | None,
         variant: Q8Variant,
@@ -295,7 +296,9 @@ class CudaBackend:
             if is_fp8_experts(w):
                 self._fp8_gate_up(buffers, limit)
             else:
-                self.block_gate_up(w, buffers, limit, block_variant(w.expert_types[0].name))
+                self.block_gate_up(
+                    w, buffers, limit, block_variant(w.expert_types[0].name, "gate_up", buffers.rows)
+                )
             return
         warps = 2 if buffers.rows == 1 else 4
         offset = w.scale_offsets[0]
@@ -337,7 +340,7 @@ class CudaBackend:
             if is_fp8_experts(w):
                 self._fp8_down(buffers)
             else:
-                self.block_down(w, buffers, block_variant(w.expert_types[1].name))
+                self.block_down(w, buffers, block_variant(w.expert_types[1].name, "down", buffers.rows))
             return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]

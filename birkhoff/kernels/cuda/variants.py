@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +71,40 @@ class BlockVariant:
         return min(tiles, processors * self.blocks) if self.blocks else tiles
 
 
-def block_variant(kind: str) -> BlockVariant:
-    """The variant of a type. Only this one of Q2_K and IQ2_XXS was measured."""
-    return BlockVariant(kind)
+@dataclass(frozen=True)
+class Q8Variant:
+    """A form of gemv_q8.cu: warps that split K, stages of 256 columns each has in flight, and thread blocks per
+    multiprocessor; 0 if every sixteen rows have their own."""
+
+    warps: int
+    depth: int
+    blocks: int = 0
+
+    def defines(self, tiles: int) -> tuple[str, ...]:
+        return (f"Q8_TILES={tiles}", f"Q8_WARPS={self.warps}", f"Q8_DEPTH={self.depth}")
+
+
+# Variants that were measured to be faster than `BlockVariant(type)`: by type, kernel ("gate_up" or "down") and whether
+# there is one token; and those of gemv_q8.cu that are faster than gemv.cu: by tiles of eight tokens and input width.
+BLOCK_CHOICES: dict[tuple[str, str, bool], BlockVariant] = {}
+Q8_CHOICES: dict[tuple[int, int], Q8Variant] = {}
+
+
+def block_variant(kind: str, kernel: str, rows: int) -> BlockVariant:
+    """The variant of blocks.cu in which a kernel of a type runs."""
+    return BLOCK_CHOICES.get((kind, kernel, rows == 1), BlockVariant(kind))
+
+
+def expert_sources(kinds: Iterable[str]) -> set[tuple[str, tuple[str, ...]]]:
+    """Sources and definitions of all kernels that experts of some types need, besides FP4's."""
+    sources: set[tuple[str, tuple[str, ...]]] = set()
+    for kind in kinds:
+        if kind in BLOCK_TYPES:
+            chosen = [block_variant(kind, kernel, rows) for kernel in ("gate_up", "down") for rows in (1, 2)]
+            sources |= {("blocks.cu", variant.defines) for variant in chosen}
+        elif kind == "FP8":
+            sources.add(("fp8_experts.cu", ()))
+    return sources
 
 
 def reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> bool:
@@ -109,19 +141,6 @@ def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int
     if total >= 16384:  # enough rows to keep all warps busy without splitting K further
         return (2, 1, 4) if inner > 1024 else (1, 1, 8)
     return (2, 1, 4) if grouped else (4, 1, 1)
-
-
-@dataclass(frozen=True)
-class Q8Variant:
-    """A form of gemv_q8.cu: warps that split K, stages of 256 columns each has in flight, and thread blocks per
-    multiprocessor; 0 if every sixteen rows have their own."""
-
-    warps: int
-    depth: int
-    blocks: int = 0
-
-    def defines(self, tiles: int) -> tuple[str, ...]:
-        return (f"Q8_TILES={tiles}", f"Q8_WARPS={self.warps}", f"Q8_DEPTH={self.depth}")
 
 
 def q8_variant(tiles: int, inner: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ a model.
     AttentionEdit([4], blocks={"force": [3], "forbid": [0]})          what the indexer chooses
     AttentionEdit("all", sink=0.0)                                    no sink
     AttentionEdit([5], entries=[2])                                   a compressed entry is missing
+    AttentionEdit([4], heads=[2], when=Gate("happy", above=1.0))      head 2, where a probe fires
 
 `where` and `phase` select the tokens whose attention changes (the queries), as for vector edits.
 """
@@ -24,8 +25,9 @@ from birkhoff.hooks.attention_change import AttentionChange, Blocks, Ranges, ran
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.field_paths import check_keys
+from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers
+from birkhoff.hooks.phases import covers, with_tokens
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -33,6 +35,7 @@ from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.site_names import layers_with
 from birkhoff.hooks.sites import ATTN_HEAD_OUT, ATTN_WEIGHTS, ENTRY_TOKENS, INDEX_BLOCKS
 from birkhoff.option_checks import as_int
+from birkhoff.steering.gated_edits import Gate, gate_report
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
 from birkhoff.steering.vector import finite_number
@@ -200,7 +203,9 @@ class AttentionEdit(RequestEdit):
 
     `heads` alone takes these heads out: their output is zero before the grouped projection. With `mask` or `sink` it
     limits those to the heads. `mask`: keys that get no weight. `blocks`: what the indexer chooses. `sink`: factor of
-    the sink's share before normalisation, 0 for none. `entries`: compressed entries that are ablated."""
+    the sink's share before normalisation, 0 for none. `entries`: compressed entries that are ablated.
+    `when` limits it to tokens where a gate is open: gates of tokens for all edits, gates that read a row for heads that
+    are taken out."""
 
     layers: Any = None
     heads: Any = None
@@ -210,6 +215,7 @@ class AttentionEdit(RequestEdit):
     entries: Any = None
     where: Any = None
     phase: str = "both"
+    when: Any = None
 
     op: ClassVar[str] = "attention"
 
@@ -218,6 +224,8 @@ class AttentionEdit(RequestEdit):
         if self.layers is None:
             raise SteeringError("AttentionEdit says no layers. Give layers=[...] or 'all'.")
         self._parse()
+        if self.when is not None:
+            put(self, "when", Gate.parse(self.when))
         put(self, "heads", None if self.heads is None else _numbers(self.heads, "heads"))
         put(self, "mask", None if self.mask is None else KeyMask.parse(self.mask))
         put(self, "blocks", None if self.blocks is None else BlockEdit.parse(self.blocks))
@@ -233,6 +241,11 @@ class AttentionEdit(RequestEdit):
                 "heads is given beside blocks or entries, which all heads share. Use one edit for the heads and one "
                 "for the others."
             )
+
+    @property
+    def takes_out_heads(self) -> bool:
+        """Whether it silences heads, and does not change what is attended to."""
+        return (self.mask, self.blocks, self.sink, self.entries) == (None, None, None, None)
 
     def located(self, ids: Sequence[int], pieces: Pieces | None) -> AttentionEdit:
         """The edit with positions in a prompt instead of texts. `pieces` gives the bytes of a token, if they are
@@ -275,7 +288,7 @@ class AttentionEdit(RequestEdit):
         if self.heads is not None and self.heads[-1] >= heads:
             raise SteeringError(f"heads is {list(self.heads)}, this model has heads 0..{heads - 1}.")
         sites: dict[Key, SiteEdit | AttentionChange] = {}
-        if (self.mask, self.blocks, self.sink, self.entries) == (None, None, None, None):
+        if self.takes_out_heads:
             silent = SiteEdit("patch", torch.zeros(channels), streams=self.heads)
             sites = {(HEAD_OUT, layer): silent for layer in layers}
         elif prompt is not None:
@@ -313,11 +326,31 @@ class ResolvedAttention(ResolvedAtPositions):
     sites: Mapping[Key, SiteEdit | AttentionChange]
     selector: PositionSelector | None
     phase: str
+    tokens: frozenset[int] | None = None
+    gate_report: Mapping[str, Any] | None = None
+
+    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedAttention:
+        """The edit where a gate is open."""
+        report = gate_report(gate, when)
+        if isinstance(gate, frozenset):
+            return replace(self, tokens=gate, gate_report=report)
+        if not self.edit.takes_out_heads:
+            raise SteeringError(
+                "the gate reads a row, but the keys, blocks, entries and sink that a token attends to are set before "
+                "the layers run. Take out heads, or gate by tokens: Gate(tokens=...)."
+            )
+        sites: dict[Key, SiteEdit | AttentionChange] = {}
+        for key, change in self.sites.items():
+            assert isinstance(change, SiteEdit)
+            gate.check_before(key)
+            sites[key] = replace(change, gate=gate)
+        return replace(self, sites=sites, gate_report=report)
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         positions = b"" if self.selector is None else self.selector.signature(phase)
         if not covers(self.phase, phase) or positions is None:
             return ()
+        positions = with_tokens(positions, self.tokens)
         return [
             change.digest_part(key, positions)
             if isinstance(change, AttentionChange)
@@ -330,7 +363,8 @@ class ResolvedAttention(ResolvedAtPositions):
         names = ("heads", "mask", "blocks", "sink", "entries")
         return {
             "attention": {name: fields[name] for name in names if name in fields}
-            | {"layers": list(self.layers)}
+            | {"layers": list(self.layers)},
+            **({} if self.gate_report is None else {"gates": self.gate_report}),
         }
 
 

@@ -45,7 +45,7 @@ NATIVE = "interventions"
 OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch, "scale": Scale}
 # Kinds of edits that take no vector; an entry has their fields, and `layers` in `at`.
 OTHERS: Mapping[str, tuple[type[RequestEdit], tuple[str, ...]]] = {
-    "attention": (AttentionEdit, ("heads", "mask", "blocks", "sink", "entries", "where", "phase")),
+    "attention": (AttentionEdit, ("heads", "mask", "blocks", "sink", "entries", "where", "phase", "when")),
     "experts": (ExpertSet, ("force", "ban", "add", "weights", "where", "phase", "when")),
 }
 _COMMON = ("op", "at", "scale", "streams", "where", "phase", "path", "when")

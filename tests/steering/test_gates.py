@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, Gate, Patch, Project, Sae, SaeReconstruct, SaeSet, Scale
+from birkhoff import (
+    Add,
+    AttentionEdit,
+    Capture,
+    Clamp,
+    Gate,
+    Patch,
+    Project,
+    Sae,
+    SaeReconstruct,
+    SaeSet,
+    Scale,
+)
 from birkhoff.errors import BirkhoffError
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
@@ -106,6 +118,52 @@ def test_every_gated_edit_equals_a_float64_tap(engine, name, probe):
         for step, logprob in enumerate(out.logprobs):
             for token, value in logprob.top:
                 assert abs(value - float(theirs[len(PROMPT) - 1 + step, token])) <= 1e-4
+
+
+@pytest.mark.parametrize("probe", [("mlp_in", 1), ("attn_head_out", LAYER)])
+def test_heads_are_taken_out_where_a_gate_is_open(engine, probe):
+    heads, width = engine.schema["attn_head_out"].logical_shape
+    direction = vector(engine.schema[probe[0]].width, 2)
+    bound, unit = threshold(scores(engine, *probe, direction)), direction.double() / direction.double().norm()
+    keep = torch.ones(heads, dtype=torch.float64)
+    keep[[0, 2]] = 0
+    edit = AttentionEdit([LAYER], heads=[0, 2], when=Gate(direction, *probe, above=bound))
+    out = engine.generate(PROMPT, steer=[edit], max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
+    assert out.interp["gates"] == [{"reads": f"{probe[0]}[{probe[1]}]", "above": bound}]
+    theirs = gated_pass(
+        engine,
+        PROMPT + out.token_ids[:-1],
+        probe,
+        lambda x: x @ unit > bound,
+        ("attn_head_out", LAYER),
+        lambda x: x * keep.repeat_interleave(width),
+    )
+    for step, logprob in enumerate(out.logprobs):
+        for token, value in logprob.top:
+            assert abs(value - float(theirs[len(PROMPT) - 1 + step, token])) <= 1e-4
+
+
+def test_attention_behind_a_gate_of_tokens(engine):
+    """What a token attends to is decided by ids, so that it can be gated by tokens and not by a row."""
+    chosen = [PROMPT[5], PROMPT[20]]
+    for change in ({"mask": [0, 1]}, {"sink": 0.0}, {"heads": [1]}, {"heads": [1], "mask": [3]}):
+        gated = AttentionEdit([1, LAYER], **change, when=Gate(tokens=chosen))
+        assert AttentionEdit.from_json(gated.to_json()) == gated
+        (wired,) = parse_steering({"interventions": [intervention(gated)]}, {})
+        assert wired.edit == gated
+        options = {"max_tokens": 1, "temperature": 0, "logprobs": 5}
+        ours = engine.generate(PROMPT, steer=[gated], **options)
+        at = engine.generate(PROMPT, steer=[AttentionEdit([1, LAYER], **change, where=[5, 20])], **options)
+        plain = engine.generate(PROMPT, **options)
+        assert ours.logprobs == at.logprobs != plain.logprobs
+        assert ours.interp["steering_hash"] != at.interp["steering_hash"]
+        assert ours.interp["gates"] == [{"tokens": 2}]
+    reads = Gate(vector(engine.config.hidden_size, 2), "mlp_in", 1, above=0.0)
+    with pytest.raises(BirkhoffError, match="gate by tokens"):
+        engine.generate(PROMPT, steer=[AttentionEdit([LAYER], sink=0.0, when=reads)], max_tokens=1)
+    with pytest.raises(BirkhoffError, match="computed after"):
+        late = Gate(vector(engine.config.hidden_size, 2), "mlp_in", LAYER, above=0.0)
+        engine.generate(PROMPT, steer=[AttentionEdit([LAYER], heads=[0], when=late)], max_tokens=1)
 
 
 def test_a_gate_selects_some_tokens_and_says_what_it_reads(engine):

@@ -77,9 +77,19 @@ def contrast(
     """
     load_options, _ = split_options(options)
     if experts:
-        for name, given in (("plot", plot), ("streams", streams), ("note", note)):
+        others = {
+            "plot": plot,
+            "streams": streams,
+            "note": note,
+            "hook": hook != "mhc_streams_pre_attn",
+            "how": how != "mean_diff",
+            "tokens": tokens != "mean",
+        }
+        for name, given in others.items():
             if given:
                 raise OptionError(f"--{name} is for vectors, not for --experts. Leave it out.")
+        if requests is None and (up or down):
+            raise OptionError("--up and --down measure answers to prompts. Add --requests FILE.")
         _contrast_experts(positive, negative, layers, out, requests, up, down, json, load_options)
         return
     if requests is not None or up or down:
@@ -135,7 +145,7 @@ def _contrast_experts(
     from birkhoff.steering.word_probe import WordProbe
 
     positive_texts, negative_texts = read_texts(positive), read_texts(negative)
-    prompts = [] if requests is None else [str(text) for text in read_texts(requests)]
+    prompts = [] if requests is None else [_plain_text(text) for text in read_texts(requests)]
     if up or down:
         probe = WordProbe.of_words(parse_words(up), parse_words(down))
     else:
@@ -211,7 +221,7 @@ def search(
 
     positive_texts = read_texts(positive)
     negative_texts = read_texts(negative)
-    prompts = [str(text) for text in read_texts(requests)]
+    prompts = [_plain_text(text) for text in read_texts(requests)]
     norms = parse_floats("strengths", strengths)
     if seeds < 1:
         raise OptionError(f"seeds is {seeds}, expected a positive whole number.")

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import birkhoff
 from birkhoff.analysis.vector_search import Trial, best_trial
 from birkhoff.cli.main import run
 from birkhoff.sae.dictionary import Sae
@@ -50,6 +51,29 @@ def test_contrast_writes_a_vector_and_shows_the_separation(tiny, folder, capfd):
     assert run(["vectors", "list", str(folder), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["z"]["layers"] == [1, 3]
     assert run(["generate", "hello", "--model", tiny, "--max-tokens", "3", "--seed", "1"]) == 0
+
+
+def test_contrast_of_experts_searches_and_writes_edits(tiny, folder, capfd):
+    out = folder / "experts.json"
+    ask = ["vectors", "contrast", *sides(folder), "--experts", "--model", tiny]
+    asked = ["--requests", str(folder / "ask.txt"), "--up", "e,a,o", "--down", "z"]
+    assert run([*ask, *asked, "--out", str(out), "--json"]) == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert result["path"] == str(out) and "AUC" in captured.err and "what each edit does" in captured.err
+    assert {trial["way"] for trial in result["trials"]} == {"add", "choice"}
+    assert json.loads(out.read_text())["interventions"] == result["interventions"]
+    for extra, says in (
+        (["--up", "a"], "Add --requests"),
+        (["--hook", "mlp_out"], "--hook is for vectors"),
+        (["--how", "pca"], "--how is for vectors"),
+        (["--tokens", "last"], "--tokens is for vectors"),
+    ):
+        assert run([*ask, *extra]) != 0 and says in capfd.readouterr().err
+    with birkhoff.load(tiny, cache_bytes=2**24, max_context=256) as engine:
+        edits = engine.edits_from_json({"interventions": result["interventions"]})
+        steered = engine.generate("say a", steer=edits, max_tokens=2, ignore_eos=True)
+        assert steered.interp["rows_steered"]
 
 
 def test_search_tries_every_site_and_reports_the_best(tiny, folder, capfd):

@@ -11,7 +11,6 @@ from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import PackedType
 from birkhoff.model.block import Block
 from birkhoff.model.compressor import Compressor
-from birkhoff.model.linear import stack_alike
 from birkhoff.model.moe import Experts
 from birkhoff.offload.host_experts import HostExperts
 
@@ -48,13 +47,9 @@ class LayerWeights:
 def layer_weights(block: Block) -> LayerWeights:
     """The weights of a block. Only scales are copied: the modules keep views of the stacked weights."""
     a, m = block.attn, block.ffn
-    qkv_proj = stack_alike([a.wq_a, a.wkv])
     q_b_proj = [a.wq_b.packed_weight()]
-    plain = [] if a.compressor is None else [a.compressor.project]
     if a.indexer is not None:
-        plain += [a.indexer.compressor.project, a.indexer.weights_proj]
         q_b_proj.append(a.indexer.wq_b.packed_weight())
-    qkv_proj += stack_alike(plain)
     assert m.experts.types is not None, "the experts are held as numbers"
     store = m.experts.store
     return LayerWeights(
@@ -64,7 +59,7 @@ def layer_weights(block: Block) -> LayerWeights:
         q_norm=a.q_norm.weight,
         kv_norm=a.kv_norm.weight,
         sink=a.attn_sink,
-        qkv_proj=qkv_proj,
+        qkv_proj=a.in_proj.stack(),
         q_b_proj=q_b_proj,
         o_a_proj=[a.wo_a.packed_weight()],
         o_b_proj=[a.wo_b.packed_weight()],

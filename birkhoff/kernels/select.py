@@ -49,9 +49,12 @@ class KernelSet:
     fp8_round: Op
     hadamard_fp4: Op
     rms_norm: Op
+    norm_input: Op
+    norm_rotate: Op
     rotate: Op
     mhc_prepare: Op
     mhc_read: Op
+    mhc_read_input: Op
     mhc_write: Op
     attend: Op
     attend_one: Op
@@ -60,6 +63,7 @@ class KernelSet:
     store_rows: Op
     gather_rows: Op
     index_topk: Op
+    index_chunks: Op
     route: Op
     glu: Op
     experts: Op
@@ -85,9 +89,12 @@ TWINS: dict[str, tuple[Op, Op]] = {
     "fp8_round": (quant.fp8_round, quant.fp8_round),
     "hadamard_fp4": (quant.hadamard_fp4, quant.hadamard_fp4),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
+    "norm_input": (norm_plain.norm_input, norm_cpu.norm_input),
+    "norm_rotate": (norm_plain.norm_rotate, norm_cpu.norm_rotate),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_prepare": (mhc_plain.prepare, mhc_plain.prepare),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
+    "mhc_read_input": (mhc_plain.read_input, mhc_plain.read_input),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
@@ -96,6 +103,7 @@ TWINS: dict[str, tuple[Op, Op]] = {
     "store_rows": (compress_plain.store_rows, compress_plain.store_rows),
     "gather_rows": (compress_plain.gather_rows, compress_plain.gather_rows),
     "index_topk": (index_plain.index_topk, index_plain.index_topk),
+    "index_chunks": (index_plain.index_chunks, index_plain.index_chunks),
     "route": (experts_plain.route, experts_plain.route),
     "glu": (experts_plain.glu, experts_plain.glu),
     "experts": (experts_plain.experts, experts_cpu.experts),
@@ -131,12 +139,15 @@ def _triton() -> KernelSet:
     fast: dict[str, Op] = {
         "mhc_prepare": mhc_prefill.prepare,
         "mhc_read": _for_four_streams(plain["mhc_read"], mhc_prefill.read),
+        "mhc_read_input": _for_four_streams(plain["mhc_read_input"], mhc_prefill.read_input),
         "mhc_write": _for_four_streams(plain["mhc_write"], mhc_decode.write),
         "packed_linear": linear_prefill.packed_linear,
         "rounded_linear": linear_fp8.rounded_linear,
         "fp8_round": quant_device.fp8_round,
         "hadamard_fp4": quant_device.hadamard_fp4,
         "rms_norm": norm_prefill.rms_norm,
+        "norm_input": norm_prefill.norm_input,
+        "norm_rotate": norm_prefill.norm_rotate,
         "rotate": rope_prefill.rotate,
         "attend": attend_prefill.attend,
         "attend_paged": attend_prefill.attend_paged,
@@ -144,6 +155,7 @@ def _triton() -> KernelSet:
         "store_rows": compress_prefill.store_rows,
         "gather_rows": compress_prefill.gather_rows,
         "index_topk": index_prefill.index_topk,
+        "index_chunks": index_prefill.index_chunks,
         "route": experts_routing.route,
         "glu": experts_prefill.glu,
         "experts": experts_prefill.experts,

@@ -11,12 +11,14 @@ from birkhoff.config import V4Config
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.kernels.attend import TopkIndices
+from birkhoff.kernels.compress import RingRows
 from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.quant.rounded_rows import Input, rows_of
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.attention_rows import AttentionRows
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compiled import CompiledAttention
-from birkhoff.model.compressor import Compressor, visible_entries
+from birkhoff.model.compressor import Compressor, compress_chunks, visible_entries
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.rope import Rope, StepPhases
@@ -61,43 +63,40 @@ class Attention(nn.Module):
         self.compiled: CompiledAttention | None = None
 
     def forward(
-        self,
-        x: torch.Tensor,
-        batch: Batch,
-        step_phases: StepPhases,
-        state: LayerState | Fresh,
-        tap: Tap = _NO_TAP,
+        self, x: Input, batch: Batch, step_phases: StepPhases, state: LayerState | Fresh, tap: Tap = _NO_TAP
     ) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         phases = step_phases.compressed if self.ratio else step_phases.sliding
         if self.compiled is not None and self.compiled.accepts(batch, state):
-            return self.compiled(x, batch, phases, state, tap)
+            return self.compiled(rows_of(x), batch, phases, state, tap)
         queries, keys, latent, raw = self.project(x, phases)
-        projected = queries, keys, latent, raw
-        rows = AttentionRows(self, x, phases, batch, state, projected) if tap.ragged else None
+        rows = None
+        if tap.ragged:
+            projected = queries, keys, rows_of(latent), raw
+            rows = AttentionRows(self, rows_of(x), phases, batch, state, projected)
+        # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
         if self._takes_all_chunks(batch, state):
             attended = self._attend_chunks(queries, keys, latent, raw, phases, batch, state)
         else:
             parts = [
-                self._attend_group(queries, keys, latent, raw, phases, group, state) for group in batch.groups
+                self._attend_group(queries, keys, rows_of(latent), raw, phases, group, state)
+                for group in batch.groups
             ]
             attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
-        attended = self.kernels.rotate(attended, phases, inverse=True, own=True)
+            attended = self.kernels.rotate(attended, phases, inverse=True, own=True)
         if rows is not None:
             attended = rows.run(tap, attended)
         return self._project_out(tap(sites.ATTN_HEAD_OUT, attended))
 
     def project(
-        self, x: torch.Tensor, phases: Phases
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, x: Input, phases: Phases
+    ) -> tuple[torch.Tensor, torch.Tensor, Input, list[torch.Tensor]]:
         """x [n, d] -> queries [n, h, c] and keys [n, c] as they attend, latent [n, q_lora] for the indexer, and the raw
         rows of the compressor and the indexer."""
-        latent, keys, *raw = self.in_proj(x)
-        latent = self.q_norm(latent)
+        raw_latent, keys, *raw = self.in_proj(x)
+        latent = self.q_norm.input(raw_latent, self.numerics.released)
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rms_norm(queries, None, self.eps)
-        queries = self.kernels.rotate(queries, phases, own=True)
+        queries = self.kernels.norm_rotate(queries, None, self.eps, phases)
         return queries, self._cached_keys(keys, phases), latent, raw
 
     def store_keys(self, x: torch.Tensor, batch: Batch, step_phases: StepPhases, state: LayerState) -> None:
@@ -114,7 +113,9 @@ class Attention(nn.Module):
 
     def _cached_keys(self, keys: torch.Tensor, phases: Phases) -> torch.Tensor:
         """Normalised, rotated and rounded, as they enter the cache."""
-        return self.numerics.round_key(self.kernels.rotate(self.kv_norm(keys), phases), self.rope_dim)
+        keep = self.rope_dim if self.numerics.released else None
+        cached: torch.Tensor = self.kernels.norm_rotate(keys, self.kv_norm.weight, self.eps, phases, keep)
+        return cached
 
     def _takes_all_chunks(self, batch: Batch, state: LayerState | Fresh) -> bool:
         """Whether kernels attend for all chunks of a step at once, from rings and pages.
@@ -132,24 +133,28 @@ class Attention(nn.Module):
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
-        latent: torch.Tensor,
+        latent: Input,
         raw: Sequence[torch.Tensor],
         phases: Phases,
         batch: Batch,
         state: LayerState | Fresh,
     ) -> torch.Tensor:
-        """Attention of all chunks of a step -> [n, h, c]; rings are written last, since chunks read them."""
+        """Attention of all chunks of a step -> [n, h, c], rotated back; rings are written last, since chunks read
+        them."""
         assert isinstance(state, LayerState)
         selected = None
         if self.compressor is not None:
-            self.compressor.compress_chunks(raw[0], batch, state)
+            compressors = (
+                [self.compressor] if self.indexer is None else [self.compressor, self.indexer.compressor]
+            )
+            compress_chunks(compressors, raw, batch, state)
             finished = batch.row_index.positions + 1
             selected = batch.cached(
                 ("finished", self.ratio), lambda: TopkIndices((finished // self.ratio).to(torch.int32))
             )
         if self.indexer is not None:
             assert isinstance(selected, TopkIndices), "an indexer comes with a compressor"
-            selected = self.indexer.select_chunks(raw[1], raw[2], latent, phases, selected, batch, state)
+            selected = self.indexer.select_chunks(raw[2], latent, phases, selected, batch, state)
         attended: torch.Tensor = self.kernels.attend_paged(
             queries,
             keys,
@@ -161,6 +166,7 @@ class Attention(nn.Module):
             self.attn_sink,
             self.window,
             self.scale,
+            phases,
         )
         self._store_chunks(keys, raw, batch, state)
         return attended
@@ -169,18 +175,17 @@ class Attention(nn.Module):
         self, keys: torch.Tensor, raw: Sequence[torch.Tensor], batch: Batch, state: LayerState
     ) -> None:
         """Fill the requested snapshots, then store keys and raw rows in their rings."""
-        stored: list[tuple[str, torch.Tensor, torch.Tensor | None]] = [(KEYS, keys, None)]
+        rings = {kind: ring.rows for kind, ring in state.rings()}
+        stored = {KEYS: RingRows(keys, rings[KEYS])}
         if self.compressor is not None:
-            stored.append((ENTRY, raw[0], self.compressor.ape))
+            stored[ENTRY] = RingRows(raw[0], rings[ENTRY], self.compressor.ape)
         if self.indexer is not None:
-            stored.append((INDEX, raw[1], self.indexer.compressor.ape))
-        rings = dict(state.rings())
-        for kind, values, ape in stored:
-            ring = rings[kind].rows
+            stored[INDEX] = RingRows(raw[1], rings[INDEX], self.indexer.compressor.ape)
+        for kind, (values, ring, ape) in stored.items():
             wanted = state.snapshot_rows(kind, batch)
             if wanted is not None:
                 state.fill_snapshots(kind, wanted, self.kernels.gather_rows(values, ring, *wanted.rows, ape))
-            self.kernels.store_rows(values, ring, batch.row_index, ape)
+        self.kernels.store_rows(list(stored.values()), batch.row_index)
 
     def _attend_group(
         self,

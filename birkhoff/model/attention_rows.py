@@ -23,6 +23,7 @@ from birkhoff.hooks.attention_change import AttentionChange, Blocks, Ranges
 from birkhoff.hooks.schema import pooled_tokens
 from birkhoff.hooks.tap import RowReader, Tap
 from birkhoff.kernels import index
+from birkhoff.kernels.quant.rounded_rows import rows_of
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
@@ -183,7 +184,8 @@ class AttentionRows:
     @property
     def _projected(self) -> Projected:
         if self._known is None:
-            self._known = self._attention.project(self._x, self._phases)
+            queries, keys, latent, raw = self._attention.project(self._x, self._phases)
+            self._known = queries, keys, rows_of(latent), raw
         return self._known
 
     def _window(self, queries: _Queries) -> tuple[int, torch.Tensor]:

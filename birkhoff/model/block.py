@@ -13,7 +13,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.hooks import sites
-from birkhoff.hooks.tap import Tap
+from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.linear import Destination, Numerics, RMSNorm
@@ -21,6 +21,8 @@ from birkhoff.model.mhc import Mixer
 from birkhoff.model.moe import MoE
 from birkhoff.model.rope import Rope, StepPhases
 from birkhoff.model.state import Fresh, LayerState
+
+_NO_TAP = NoTap()
 
 
 class Block(nn.Module):
@@ -39,6 +41,8 @@ class Block(nn.Module):
         self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor:
         """streams [n, m, d] -> [n, m, d]."""
+        if type(tap) is NoTap and self.hc_attn.reads_input:
+            return self._forward_idle(streams, batch, phases, state)
         seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams, self.hc_attn.weights)  # read, carried
         u, pre, post, mix = self.hc_attn.read(seen)  # [n, d], [n, m], [n, m], [n, m, m]
         u = self.hc_attn.reread(seen, u, pre, tap(sites.MHC_ATTN_PRE_MIX, pre))
@@ -56,6 +60,15 @@ class Block(nn.Module):
         u = tap(sites.MLP_IN, u)
         y = tap(sites.MLP_OUT, self.ffn(self.ffn_norm(u), batch, tap))
         return self.hc_ffn.write(streams, y, post, mix)
+
+    def _forward_idle(
+        self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh
+    ) -> torch.Tensor:
+        """`forward` without a tap, by kernels that normalise the input of a sublayer where it is read."""
+        x, post, mix = self.hc_attn.read_input(streams, self.attn_norm)
+        streams = self.hc_attn.write(streams, self.attn(x, batch, phases, state), post, mix)
+        x, post, mix = self.hc_ffn.read_input(streams, self.ffn_norm, self.ffn.experts.inner)
+        return self.hc_ffn.write(streams, self.ffn(x, batch, _NO_TAP), post, mix)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("hc_attn", "attn_norm", "attn", "hc_ffn", "ffn_norm", "ffn"):

@@ -10,13 +10,13 @@ Projections and pooling are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.kernels.compress import Rounding, pool
+from birkhoff.kernels.compress import RawRows, Rounding, pool
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.rope import Rope
@@ -57,26 +57,10 @@ class Compressor(nn.Module):
         count = (group.last_position + 1) // self.ratio
         return state.entries(self.kind, group, count) if count else None
 
-    def compress_chunks(self, raw: torch.Tensor, batch: Batch, state: LayerState) -> None:
-        """`forward` for all chunks of a step at once, with kernels that read rings and pages: makes the entries of
-        all blocks that end in the step. The caller stores the raw rows [n, values and gates] afterwards."""
-        kernels, positions = self.numerics.kernels, batch.row_index.positions
-        phases = batch.cached(
-            ("block phases", self.ratio),
-            lambda: self.rope.at(positions // self.ratio * self.ratio, compressed=True),
-        )
-        kernels.compress_blocks(
-            raw,
-            self.ape,
-            self.norm.weight,
-            state.raw[self.kind].rows,
-            state.pages[self.kind],
-            state.state.page_table,
-            batch.row_index,
-            phases.cos,
-            phases.sin,
-            self.norm.eps,
-            self.rounding,
+    def raw_rows(self, raw: torch.Tensor, state: LayerState) -> RawRows:
+        """Rows of `project` [n, values and gates] with the caches they belong to, for kernels."""
+        return RawRows(
+            raw, self.ape, self.norm.weight, state.raw[self.kind].rows, state.pages[self.kind], self.rounding
         )
 
     @property
@@ -157,6 +141,27 @@ class Compressor(nn.Module):
         yield from self.project.destinations(name)
         yield Destination(f"{name}.ape", self.ape)
         yield from self.norm.destinations(f"{name}.norm")
+
+
+def compress_chunks(
+    compressors: Sequence[Compressor], raw: Sequence[torch.Tensor], batch: Batch, state: LayerState
+) -> None:
+    """`Compressor.forward` for all chunks of a step and the compressors of a layer at once, with kernels that
+    read rings and pages: makes the entries of all blocks that end in the step. The caller stores the raw rows after
+    that."""
+    first, positions = compressors[0], batch.row_index.positions
+    phases = batch.cached(
+        ("block phases", first.ratio),
+        lambda: first.rope.at(positions // first.ratio * first.ratio, compressed=True),
+    )
+    first.numerics.kernels.compress_blocks(
+        [compressor.raw_rows(rows, state) for compressor, rows in zip(compressors, raw)],
+        state.state.page_table,
+        batch.row_index,
+        phases.cos,
+        phases.sin,
+        first.norm.eps,
+    )
 
 
 def _mask_before_first(older: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

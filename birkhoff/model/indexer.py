@@ -10,7 +10,8 @@ from torch import nn
 from birkhoff.config import V4Config
 from birkhoff.kernels import index
 from birkhoff.kernels.attend import TopkIndices
-from birkhoff.kernels.index.reference import QUERY_BLOCK
+from birkhoff.kernels.index.reference import QUERY_BLOCK, IndexChunk
+from birkhoff.kernels.quant.rounded_rows import Input
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor
@@ -61,41 +62,50 @@ class Indexer(nn.Module):
 
     def select_chunks(
         self,
-        raw: torch.Tensor,
         weights: torch.Tensor,
-        latent: torch.Tensor,
+        latent: Input,
         phases: Phases,
         visible: TopkIndices,
         batch: Batch,
         state: LayerState,
     ) -> TopkIndices:
-        """`forward` for all chunks of a step at once: flat rows, `visible` with counts [n]. Only chunks that see more
-        entries than are kept are scored, sequence by sequence."""
-        self.compressor.compress_chunks(raw, batch, state)
-        scored = [group for group in batch.groups if (group.last_position + 1) // 4 > self.topk]
-        if not scored:
+        """`forward` for all chunks of a step at once, whose entries are made: flat rows, `visible` with counts [n].
+        Only chunks that see more entries than are kept are scored."""
+        chunks = [
+            IndexChunk(first, len(chunk.token_ids), chunk.slot, chunk.stop // 4)
+            for first, chunk in zip(batch.offsets, batch.chunks)
+            if chunk.stop // 4 > self.topk
+        ]
+        if not chunks:
             return visible
         kept: torch.Tensor = batch.cached("kept entries", lambda: visible.counts.clamp_max(self.topk))
-        first = torch.arange(self.topk, dtype=torch.int32, device=raw.device)
-        indices = first.expand(len(raw), -1).contiguous()
-        for group in scored:
-            keys = state.entries(INDEX, group, (group.last_position + 1) // 4)
-            queries, head_weights = self.project(
-                group.view(latent), group.view(weights), phases.view(group.view)
-            )
-            best = self.numerics.kernels.index_topk(
-                queries, keys, head_weights, group.view(visible.counts), self.topk
-            )
-            indices[group.rows] = best.indices.flatten(0, 1)
+        indices = self.numerics.kernels.index_chunks(
+            self.queries(latent, phases),
+            weights,
+            state.pages[INDEX],
+            state.state.page_table,
+            visible.counts,
+            chunks,
+            self.topk,
+            self.scale,
+        )
         return TopkIndices(kept, indices)
+
+    def queries(self, latent: Input, phases: Phases) -> torch.Tensor:
+        """Queries [..., h, c] as they are scored."""
+        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
+        return self.numerics.round_index(self.numerics.kernels.rotate(queries, phases, own=True))
+
+    @property
+    def scale(self) -> float:
+        """The factor of the head weights."""
+        return float((self.width * self.heads) ** -0.5)
 
     def project(
         self, latent: torch.Tensor, weights: torch.Tensor, phases: Phases
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [..., h, c] as they are scored, and the scaled head weights."""
-        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
-        queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
-        return queries, weights.float() * (self.width * self.heads) ** -0.5
+        return self.queries(latent, phases), weights.to(self.numerics.dtype).float() * self.scale
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.wq_b.destinations(f"{name}.wq_b")

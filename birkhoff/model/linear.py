@@ -22,6 +22,7 @@ from torch import nn
 
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
+from birkhoff.kernels.quant.rounded_rows import Input, rows_of
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "bf16", "f32"]
@@ -166,12 +167,13 @@ class Linear(nn.Module):
             self._arranged = address, self.numerics.kernels.arrange(self.matrices())
         return self._arranged[1]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Input) -> torch.Tensor:
         kernels = self.numerics.kernels
         y: torch.Tensor
         if self.rounds_input and self.packed and self.reads_codes:
             y = kernels.rounded_linear(x, self.packed_weight(), self.numerics.dtype)
             return y
+        x = rows_of(x)
         if self.rounds_input:
             x = self.numerics.round_input(x)
         if self.reads_codes:
@@ -224,27 +226,21 @@ def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight
     return stacked
 
 
-def stack_alike(layers: Sequence[Linear]) -> list[PackedWeight]:
-    """The weights of layers that read one input, in order; neighbours of one type are stacked."""
-    runs: list[list[Linear]] = []
-    for layer in layers:
-        if runs and runs[-1][0].code_type == layer.code_type:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return [stack_linears(run) for run in runs]
-
-
 class SharedInput:
-    """Layers that read one input. After `fuse`, layers of equal dtype and rounding run as one product."""
+    """Layers that read one input. After `fuse`, layers of equal dtype and rounding run as one product; after `stack`,
+    neighbours of one type that GPU kernels read as stored."""
 
     def __init__(self, layers: Sequence[Linear]):
         self.layers = list(layers)
         self._fused: list[tuple[list[int], torch.Tensor]] | None = None  # indices of layers, stacked weight
+        self._stacked: tuple[tuple[int, ...], list[tuple[list[Linear], PackedWeight]]] | None = None
 
     def fuse(self) -> None:
-        """Stack the weights of layers that compute alike; weights kept as stored stay separate."""
+        """Stack the weights of layers that compute alike; weights kept as stored are stacked for GPU kernels only."""
         alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+        if self.layers[0].numerics.kernels.on_gpu:
+            self.stack()
+            return
         if any(layer.as_stored for layer in self.layers):
             return
         for index, layer in enumerate(self.layers):
@@ -254,15 +250,37 @@ class SharedInput:
             for members in alike.values()
         ]
 
+    def stack(self) -> list[PackedWeight]:
+        """The weights in order, for GPU kernels; neighbours of one type are stacked. Stacked once until they move."""
+        addresses = tuple(layer.stored.data_ptr() for layer in self.layers)
+        if self._stacked is None or self._stacked[0] != addresses:
+            runs: list[list[Linear]] = []
+            for layer in self.layers:
+                first = runs[-1][0] if runs else None
+                if first is not None and (first.code_type, first.role == "fp8") == (
+                    layer.code_type,
+                    layer.role == "fp8",
+                ):
+                    runs[-1].append(layer)
+                else:
+                    runs.append([layer])
+            stacked = [(run, stack_linears(run)) for run in runs]
+            self._stacked = tuple(layer.stored.data_ptr() for layer in self.layers), stacked
+        return [weight for _, weight in self._stacked[1]]
+
     def stacked_weight(self) -> torch.Tensor:
         """The one matrix of all layers, which must all compute alike."""
         assert self._fused is not None and len(self._fused) == 1
         return self._fused[0][1]
 
-    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The output of each layer, in order."""
-        if self._fused is None or torch.is_grad_enabled():
+    def __call__(self, x: Input) -> list[torch.Tensor]:
+        """The output of each layer, in order. Layers of role "bf16" that are stacked with others give float32."""
+        if torch.is_grad_enabled() or (self._fused is None and self._stacked is None):
             return [layer(x) for layer in self.layers]
+        if self._stacked is not None:
+            return self._multiply_stacked(x, self._stacked[1])
+        assert self._fused is not None
+        x = rows_of(x)
         outputs: list[torch.Tensor] = [x] * len(self.layers)
         for members, weight in self._fused:
             first = self.layers[members[0]]
@@ -271,6 +289,25 @@ class SharedInput:
             heights = [len(self.layers[index].stored) for index in members]
             for index, part in zip(members, product.split(heights, -1)):
                 outputs[index] = part
+        return outputs
+
+    def _multiply_stacked(
+        self, x: Input, runs: Sequence[tuple[list[Linear], PackedWeight]]
+    ) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = []
+        for layers, weight in runs:
+            first, numerics = layers[0], layers[0].numerics
+            if len(layers) == 1:
+                outputs.append(first(x))
+                continue
+            if first.rounds_input and first.packed:
+                product = numerics.kernels.rounded_linear(x, weight, numerics.dtype)
+            else:
+                dtype = numerics.dtype if all(layer.role != "f32" for layer in layers) else torch.float32
+                rows = rows_of(x)
+                rows = numerics.round_input(rows) if first.rounds_input else rows
+                product = numerics.kernels.packed_linear(rows, weight, None, dtype)
+            outputs += product.split([len(layer.stored) for layer in layers], -1)
         return outputs
 
 
@@ -285,6 +322,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normalised: torch.Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
+        return normalised
+
+    def input(self, x: torch.Tensor, released: bool) -> Input:
+        """The same as an input of products; with `released` numerics kernels may round it at once."""
+        normalised: Input = self.kernels.norm_input(x, self.weight, self.eps, released)
         return normalised
 
     def destinations(self, name: str) -> Iterator[Destination]:

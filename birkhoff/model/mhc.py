@@ -10,8 +10,9 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import mhc
+from birkhoff.kernels.quant.rounded_rows import Input
 from birkhoff.model.compiled import CompiledHeadMixer, CompiledMixer
-from birkhoff.model.linear import Destination, Numerics
+from birkhoff.model.linear import Destination, Numerics, RMSNorm
 
 MixerOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -21,7 +22,7 @@ class Mixer(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics):
         super().__init__()
-        self.kernels = numerics.kernels
+        self.kernels, self.released = numerics.kernels, numerics.released
         m = config.hc_mult
         self.iters = config.hc_sinkhorn_iters
         self.eps = config.hc_eps
@@ -49,6 +50,21 @@ class Mixer(nn.Module):
         settings = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
         output: MixerOutput = self.kernels.mhc_read(streams, self._prepared_fn(streams.dtype), *settings)
         return output
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether `read_input` is faster than `read` and a norm."""
+        return self.kernels.on_gpu and not torch.is_grad_enabled()
+
+    def read_input(
+        self, streams: torch.Tensor, norm: RMSNorm, inner: int | None = None
+    ) -> tuple[Input, torch.Tensor, torch.Tensor]:
+        """[n, m, d] -> normalised input [n, d], write-out weights, mixer. `inner`: that of the experts that read it."""
+        settings = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
+        found: tuple[Input, torch.Tensor, torch.Tensor] = self.kernels.mhc_read_input(
+            streams, self._prepared_fn(streams.dtype), *settings, norm.weight, norm.eps, self.released, inner
+        )
+        return found
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
         """The read-in weights [n, m] alone."""

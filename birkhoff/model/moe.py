@@ -14,6 +14,7 @@ from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType, native
+from birkhoff.kernels.quant.rounded_rows import Input, rows_of
 from birkhoff.model.batch import Batch
 from birkhoff.model.compiled import CompiledMoE
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
@@ -224,7 +225,7 @@ class Experts(nn.Module):
         return self._addresses[1]
 
     def forward(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+        self, x: Input, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [n, d] -> [n, d]: the weighted sum over each token's experts, float32; plus `shared`, in its dtype."""
         if self.store is None:
@@ -240,7 +241,7 @@ class Experts(nn.Module):
 
     def _compute(
         self,
-        x: torch.Tensor,
+        x: Input,
         ids: torch.Tensor,
         weights: torch.Tensor,
         shared: torch.Tensor | None,
@@ -280,15 +281,17 @@ class SharedExpert(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.limit = config.swiglu_limit
-        self.dtype = numerics.dtype
-        self.kernels = numerics.kernels
+        self.numerics = numerics
         inner = config.moe_intermediate_size
         self.gate_up = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
         self.w2 = Linear(inner, config.hidden_size, "fp8", numerics, packed)
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Output of the layer `gate_up` [n, 2 * inner] -> [n, d]."""
-        y: torch.Tensor = self.w2(self.kernels.glu(gate_up, self.limit, self.dtype))
+        numerics = self.numerics
+        y: torch.Tensor = self.w2(
+            numerics.kernels.glu(gate_up, self.limit, numerics.dtype, numerics.released)
+        )
         return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
@@ -307,10 +310,10 @@ class MoE(nn.Module):
         self.in_proj = SharedInput([self.gate.project, self.shared_experts.gate_up])
         self.compiled: CompiledMoE | None = None
 
-    def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
+    def forward(self, x: Input, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
-        if self.compiled is not None and self.compiled.accepts(x):
-            return self.compiled(x, batch, tap)
+        if self.compiled is not None and self.compiled.accepts(rows_of(x)):
+            return self.compiled(rows_of(x), batch, tap)
         logits, gate_up = self.in_proj(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)
         y: torch.Tensor = self.experts(x, ids, weights, self.shared_experts(gate_up))

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from birkhoff.kernels.attend import prefill as attend
+from birkhoff.kernels.compress import prefill as compress
 from birkhoff.kernels.experts import block_types
 from birkhoff.kernels.experts import fp8 as fp8_experts
 from birkhoff.kernels.experts import prefill as experts
@@ -27,6 +28,7 @@ from birkhoff.kernels.linear import decode as linear_decode
 from birkhoff.kernels.linear import fp8 as fp8_linear
 from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
+from birkhoff.kernels.norm import prefill as norm
 from birkhoff.kernels.quant import device as quant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -41,8 +43,30 @@ EXPERTS = {
     "weights": F32,
     "limit": "fp32",
 }
+CACHES = {"raw": F32, "values": F32, "ape": F32, "norm": F32, "ring": F32, "pages": BF16}
+STEP = {
+    "table": I64,
+    "slots": I64,
+    "positions": I64,
+    "starts": I64,
+    "stops": I64,
+    "cos": F32,
+    "sin": F32,
+    "eps": "fp32",
+}
 PACKED = {"FP32": False, "BF16X2": True, "TOKENS": 128}
-COUNTS = {"n", "rows", "topk", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
+COUNTS = {
+    "n",
+    "rows",
+    "topk",
+    "length",
+    "span",
+    "max_entries",
+    "slot",
+    "per_page",
+    "row_tiles",
+    "token_tiles",
+}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
     "experts gate_up": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(128, False, True)),
@@ -85,8 +109,11 @@ KERNELS: dict[str, tuple] = {
             "sink": F32,
             "out": BF16,
             "scale": "fp32",
+            "cos": F32,
+            "sin": F32,
         },
         {
+            "PAIRS": 32,
             "ENTRIES": True,
             "INDEXED": True,
             "WIDTH": 512,
@@ -97,7 +124,15 @@ KERNELS: dict[str, tuple] = {
     ),
     "index score": (
         index._score,
-        {"queries": BF16, "keys": BF16, "weights": F32, "counts": I32, "scores": F32},
+        {
+            "queries": BF16,
+            "weights": F32,
+            "counts": I32,
+            "pages": BF16,
+            "table": I64,
+            "scores": F32,
+            "scale": "fp32",
+        },
         {
             "HEADS": 64,
             "WIDTH": 128,
@@ -147,6 +182,26 @@ def target_kernels(name: str) -> dict[str, tuple]:
         ),
         "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
         "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
+        "norm rotate": (
+            norm._norm_rotate,
+            {"x": BF16, "weight": F32, "cos": F32, "sin": F32, "out": BF16, "eps": "fp32"},
+            rounding
+            | {"WEIGHT": True, "WIDTH": 512, "PADDED": 512, "PAIRS": 32, "KEEP": 64, "GROUP": 64, "ROWS": 4},
+        ),
+        "compress": (
+            compress._compress,
+            {name + number: kind for name, kind in CACHES.items() for number in ("", "2")} | STEP,
+            rounding
+            | {"RATIO": 4, "WIDTH": 512, "WIDTH2": 128, "ROPE_DIM": 64, "ITEMS": 8}
+            | {"ROUNDING": "key", "ROUNDING2": "index"},
+        ),
+        "store": (
+            compress._store,
+            {name + number: kind for name, kind in CACHES.items() for number in ("", "2", "3")} | STEP,
+            rounding
+            | {"WIDTH": 512, "PADDED": 512, "RATIO": 0, "WIDTH2": 2048, "PADDED2": 2048, "RATIO2": 4}
+            | {"WIDTH3": 512, "PADDED3": 512, "RATIO3": 4},
+        ),
         "round": (
             quant._fp8_round,
             {"x": BF16, "out": BF16},

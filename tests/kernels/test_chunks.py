@@ -14,6 +14,7 @@ from tests.interpreter import DEVICE
 from tests.kernels.test_decode import assert_close, normal
 
 from birkhoff.kernels.attend import prefill as attend  # isort: skip
+from birkhoff.kernels.compress import RawRows, RingRows
 from birkhoff.kernels.compress import prefill as compress
 
 # (slot, start, stop): a fresh prompt, a chunk that continues one, a single token, and one longer than the ring
@@ -48,7 +49,8 @@ def test_attention_of_several_chunks_matches_the_reference(entries, width):
     elif entries == "listed":
         indices = torch.stack([torch.randperm(7)[:3].sort().values for _ in range(n)]).int().to(DEVICE)
         selected = TopkIndices(finished.clamp_max(3), indices)
-    arguments = (queries, keys, ring, pages, table, rows, selected, sink, WINDOW, 0.3)
+    turn = phases(rows.positions, frequencies(12 if width == 24 else 8, 1e4).to(DEVICE))  # six pairs, or four
+    arguments = (queries, keys, ring, pages, table, rows, selected, sink, WINDOW, 0.3, turn)
     assert_close(attend.attend_paged(*arguments), plain_attend.attend_paged(*arguments))
 
 
@@ -69,8 +71,14 @@ def test_blocks_of_several_chunks_are_compressed_like_the_reference(ratio, strid
     made = []
     for twin in (compress, plain_compress):
         pages = torch.zeros(12, 128 // ratio, width, device=DEVICE)
-        twin.compress_blocks(raw, ape, norm, ring, pages, table, rows, blocks.cos, blocks.sin, 1e-6)
-        made.append(pages)
+        other = torch.zeros(12, 128 // ratio, 2 * width, device=DEVICE)
+        parts = [RawRows(raw, ape, norm, ring, pages)]
+        if strided:  # a second compressor, of another width
+            wide = normal(5, n, 2 * row_width), normal(6, ratio, row_width), normal(7, 2 * width)
+            parts.append(RawRows(*wide, normal(8, *ring.shape[:2], 2 * row_width), other))
+        twin.compress_blocks(parts, table, rows, blocks.cos, blocks.sin, 1e-6)
+        assert bool(other.any()) == strided
+        made.append(torch.cat((pages, other), dim=-1))
     assert (made[1] != 0).any(-1).sum() == sum(stop // ratio - start // ratio for _, start, stop in chunks)
     assert_close(*made)
 
@@ -81,12 +89,21 @@ def test_rows_are_stored_and_gathered_like_the_reference(biased):
     width = 24
     values, old = normal(1, len(rows.slots), width), normal(2, SLOTS, RING, width)
     ape = normal(3, 4, width // 2) if biased else None
-    rings = []
+    rings, others = [], []
     for twin in (compress, plain_compress):
         ring = old.clone()
-        twin.store_rows(values, ring, rows, ape)
+        more = normal(6, SLOTS, 2 * RING, 40), normal(7, SLOTS, RING, 16)
+        parts = [RingRows(values, ring, ape), RingRows(normal(4, len(values), 40), more[0])]
+        parts.append(RingRows(normal(5, len(values), 20)[:, :16], more[1], normal(9, 4, 8)))
+        twin.store_rows(parts[: 3 if biased else 1], rows)
         rings.append(ring)
+        others.append(more)
     assert_close(*rings)
+    for actual, expected, before in zip(
+        *others, (normal(6, SLOTS, 2 * RING, 40), normal(7, SLOTS, RING, 16))
+    ):
+        assert_close(actual, expected)
+        assert torch.equal(actual, before) != biased
     assert (rings[0] != old).any(-1).sum() == sum(min(stop - start, RING) for _, start, stop in CHUNKS)
     wanted = [torch.tensor(column, device=DEVICE) for column in ([0, 0, 1, 3], [4, 5, 2, 6], [-1, 9, -1, 18])]
     gathered = [twin.gather_rows(values, old, *wanted, ape) for twin in (compress, plain_compress)]

@@ -22,6 +22,8 @@ from birkhoff.kernels.compress import prefill as compress
 from birkhoff.kernels.experts import prefill as experts
 
 from birkhoff.kernels.linear import fp8 as linear  # isort: skip
+from birkhoff.kernels.mhc import prefill as mhc  # isort: skip
+from birkhoff.kernels.norm import prefill as norm
 from birkhoff.kernels.quant import device
 
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter cannot multiply bfloat16
@@ -130,6 +132,58 @@ def test_products_of_rounded_inputs_match_the_reference(rows):
     assert (linear.rounded_linear(x, odd) - reference_linear.rounded_linear(x, odd)).norm() < 0.1
 
 
+def codes_match(found, rows: torch.Tensor) -> None:
+    """Codes and scales are those of separate launches on the same rows."""
+    codes, scales = device.quantise_fp8(rows, multiple=device.ROW_MULTIPLE)
+    n = len(rows)
+    assert torch.equal(found.codes[:n].view(torch.uint8), codes[:n].view(torch.uint8))
+    assert torch.equal(found.scales[:, :n], scales[:, :n])
+    if found.ordered is not None:
+        ordered, _ = device.quantise_fp8(rows, "halves")
+        assert torch.equal(found.ordered[:n].view(torch.uint8), ordered.view(torch.uint8))
+
+
+@pytest.mark.parametrize("inner", [None, 128])
+def test_a_norm_with_codes_equals_the_norm_and_its_quantisation(inner):
+    x = normal(1, 70, 300).to(HALF)[:, :256]
+    weight = normal(2, 256)
+    found = norm.norm_input(x, weight, 1e-6, True, inner)
+    assert torch.equal(found.rows, norm.rms_norm(x, weight, 1e-6)) and (found.ordered is None) == (
+        inner is None
+    )
+    codes_match(found, found.rows)
+    for other in (x[:9], normal(1, 70, 96).to(HALF), x.float()):  # too few rows, no whole groups, float32
+        assert isinstance(norm.norm_input(other, normal(2, other.shape[1]), 1e-6, True), torch.Tensor)
+    assert isinstance(norm.norm_input(x, weight, 1e-6, False), torch.Tensor)
+
+
+def test_a_gate_with_codes_equals_the_gate_and_its_quantisation():
+    x = normal(1, 70, 512).to(HALF)
+    found = experts.glu(x, 1.0, HALF, released=True)
+    assert torch.equal(found.rows, experts.glu(x, 1.0, HALF))
+    codes_match(found, found.rows)
+    weight = PackedWeight.fp8([quant.quant_fp8(normal(3, 128, 256))])
+    assert torch.equal(linear.rounded_linear(found, weight), linear.rounded_linear(found.rows, weight))
+
+
+def test_streams_are_read_normalised_and_rounded_as_by_separate_kernels(monkeypatch):
+    monkeypatch.setattr(mhc, "MIN_ROWS", 16)
+    monkeypatch.setattr(device, "MIN_ROWS", 16)
+    streams, fn, base = normal(1, 20, 4, 128).to(HALF), normal(2, 24, 512) * 0.05, normal(3, 24)
+    settings = (base, normal(4, 3), 3, 1e-6, 1e-6)
+    u, _, post, mix = mhc.read(streams, fn, *settings)
+    weight = normal(5, 128)
+    found, *rest = mhc.read_input(streams, fn, *settings, weight, 1e-6, True, 128)
+    assert torch.equal(rest[0], post) and torch.equal(rest[1], mix)
+    expected = norm.rms_norm(u, weight, 1e-6)
+    assert (found.rows - expected).abs().max() <= 2.0**-9 * expected.abs().max()
+    codes_match(found, found.rows)
+    plain, *_ = mhc.read_input(streams, fn, *settings, weight, 1e-6, False)
+    assert torch.equal(plain, found.rows)
+    few, *_ = mhc.read_input(streams[:5], fn, *settings, weight, 1e-6, True)
+    assert (few - expected[:5]).abs().max() <= 2.0**-8 * expected.abs().max()
+
+
 def test_entries_are_rounded_as_the_plain_twin_rounds_them():
     width, ratio, n = 128, 4, 8
     raw, ape = normal(1, n, 4 * width), normal(2, ratio, 2 * width) * 0.1
@@ -141,7 +195,8 @@ def test_entries_are_rounded_as_the_plain_twin_rounds_them():
     for rounding in ("none", "key", "index"):
         pages = [torch.zeros(1, 32, width, device=DEVICE) for _ in range(2)]
         for twin, page in zip((compress, reference_compress), pages):
-            twin.compress_blocks(raw, ape, norm, ring, page, table, rows, cos, sin, 1e-6, rounding)
+            part = reference_compress.RawRows(raw, ape, norm, ring, page, rounding)
+            twin.compress_blocks([part], table, rows, cos, sin, 1e-6)
         differs = (pages[0] - pages[1]).abs() > 1e-5
         assert differs.float().mean() < 0.01, rounding
         seen.append(pages[0])

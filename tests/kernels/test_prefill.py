@@ -255,6 +255,42 @@ def test_ties_go_to_the_lowest_entries():
 
 
 @DTYPES
+def test_index_of_chunks_in_pages_matches_the_reference(dtype, monkeypatch):
+    """Two sequences of which one is scored in several blocks of rows, and one that keeps all it sees."""
+    monkeypatch.setattr(index, "MAX_SCORES", 16 * 20)
+    n, heads, width, topk = 41, 16, 16, 3
+    queries, weights = normal(1, n, heads, width).to(dtype), normal(2, n, heads + 7)[:, 7:]
+    pages, table = normal(3, 9, 4, width).to(dtype), torch.arange(9, device=DEVICE).view(3, 3).flip(1)
+    counts = torch.tensor([*range(1, 6), *(1, 2, 3), *[11 - i % 9 for i in range(33)]], device=DEVICE).int()
+    chunks = [reference_index.IndexChunk(0, 5, 2, 5), reference_index.IndexChunk(8, 33, 0, 11)]
+    arguments = (queries, weights, pages, table, counts, chunks, topk, 0.125)
+    actual, expected = index.index_chunks(*arguments), reference_index.index_chunks(*arguments)
+    valid = torch.arange(topk, device=DEVICE) < counts.unsqueeze(-1)
+    differs = ((actual != expected) & valid).any(1)
+    assert int(differs.sum()) <= (0 if dtype is torch.float32 else 3), "a near tie in 16 bits"
+
+
+@DTYPES
+@pytest.mark.parametrize("strided", [False, True])
+def test_norm_with_rotation_and_rounding_matches_the_reference(dtype, strided):
+    rotation = phases(torch.arange(5, device=DEVICE), frequencies(16, 1e4).to(DEVICE))
+    for shape, factor, keep in (
+        ((5, 3, 64), None, None),
+        ((5, 128), normal(2, 128), 16),
+        ((5, 128), None, None),
+    ):
+        x = normal(1, shape[0], 2, *shape[1:]).to(dtype)[:, 0] if strided else normal(1, *shape).to(dtype)
+        expected = reference_norm.norm_rotate(x, factor, 1e-6, rotation, keep)
+        actual = norm.norm_rotate(x.clone() if not strided else x, factor, 1e-6, rotation, keep)
+        if keep is None:
+            assert_close(actual, expected, tolerance(dtype))
+        else:  # a last bit may decide a step of FP8
+            assert ((actual - expected).float().abs() > tolerance(dtype)).float().mean() < 0.02
+            assert (actual - expected).float().norm() < 0.02 * expected.float().norm()
+    assert norm.norm_rotate(x[:0], None, 1e-6, rotation.view(lambda part: part[:0])).shape == (0, 128)
+
+
+@DTYPES
 def test_norm_and_rotation_match_the_reference(dtype):
     x, weight = normal(1, 7, 3, 40).to(dtype), normal(2, 40)
     for factor in (None, weight):

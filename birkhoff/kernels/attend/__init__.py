@@ -11,9 +11,10 @@ the unnormalised probabilities are rounded before they multiply the values, and 
 `attend_one(queries [B, H, c], recent [B, K, c], entries [B, E, c] | None, seen [B, K+E] bool | None, sink, scale)
         -> [B, H, c]`: one query per sequence against keys in any order; `seen=None` means every key is visible.
 `attend_paged(queries [n, H, c], keys [n, c], ring [slots, R, c], pages [P, entries per page, c] | None, table
-        [slots, pages], rows: RowIndex, selected: TopkIndices | None, sink, window, scale) -> [n, H, c]`: chunks of
-several sequences at once. A query sees the keys of its chunk, older ones in the ring of its slot (position modulo R),
-and its selected entries in the pages that the table lists for its slot; `selected` has counts [n] and indices [n, K].
+        [slots, pages], rows: RowIndex, selected: TopkIndices | None, sink, window, scale, phases) -> [n, H, c]`: chunks
+of several sequences at once, rotated back by the phases of the queries. A query sees the keys of its chunk, older ones
+in the ring of its slot (position modulo R), and its selected entries in the pages that the table lists for its slot;
+`selected` has counts [n] and indices [n, K].
 `decode.attend`: the same for a decode step on a GPU, split over the keys (flash decoding).
 
 Kernels of decode steps take rules per row: `counts [n] int32`, `table [n, most, 3 + words] int32` and `sink [n, H]

@@ -16,6 +16,8 @@ import triton.language as tl
 from birkhoff.kernels.attend import reference
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 from birkhoff.kernels.gpu import is_hopper, power_of_two
+from birkhoff.kernels.rope.prefill import rotate
+from birkhoff.kernels.rope.reference import Phases
 from birkhoff.kernels.row_index import RowIndex
 
 
@@ -63,6 +65,9 @@ def _attend(
     window,
     heads,
     scale,
+    cos,
+    sin,
+    PAIRS: tl.constexpr,
     ENTRIES: tl.constexpr,
     INDEXED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -121,6 +126,21 @@ def _attend(
     weight = tl.exp2(row_max - top)
     result = acc * (weight / (row_sum * weight + tl.exp2(sink_logit - top)))[:, None]
     tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_range)
+    if (
+        PAIRS > 0
+    ):  # the inverse rotation touches few channels: read them back instead of splitting all of them
+        tl.debug_barrier()
+        at_rotated = (
+            out + (row * heads + h)[:, None] * WIDTH + (WIDTH - 2 * PAIRS + tl.arange(0, 2 * PAIRS))[None, :]
+        )
+        stored = tl.load(at_rotated, mask=(h < heads)[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(stored, [HEADS, PAIRS, 2]))
+        angle = row * PAIRS + tl.arange(0, PAIRS)
+        c = tl.load(cos + angle)[None, :]
+        s = tl.load(sin + angle)[None, :]
+        rotated = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), [HEADS, 2 * PAIRS])
+        tl.debug_barrier()
+        tl.store(at_rotated, rotated.to(out.dtype.element_ty), mask=(h < heads)[:, None])
 
 
 def tile_config(heads: int, fp32: bool, hopper: bool = True) -> dict[str, int]:
@@ -175,6 +195,7 @@ def attend(
         sink,
         window,
         scale,
+        None,
         config,
     )
     return out.view_as(queries)
@@ -191,9 +212,15 @@ def attend_paged(
     sink: torch.Tensor,
     window: int,
     scale: float,
+    phases: Phases,
 ) -> torch.Tensor:
     ids = (rows.slots, rows.positions, rows.starts)
-    return _launch(queries, keys, rows.bases, ring, pages, table, *ids, selected, sink, window, scale, None)
+    pairs = phases.cos.shape[-1]
+    fused = phases if pairs == power_of_two(pairs) else None
+    out = _launch(
+        queries, keys, rows.bases, ring, pages, table, *ids, selected, sink, window, scale, fused, None
+    )
+    return out if fused is not None else rotate(out, phases, inverse=True, own=True)
 
 
 def _launch(
@@ -210,9 +237,11 @@ def _launch(
     sink: torch.Tensor,
     window: int,
     scale: float,
+    phases: Phases | None,
     config: dict[str, int] | None,
 ) -> torch.Tensor:
-    """One program per row and tile of heads; `bases + position` is the row of a key in `keys`."""
+    """One program per row and tile of heads; `bases + position` is the row of a key in `keys`. With `phases` the result
+    is rotated back."""
     n, heads, width = queries.shape
     queries, keys = queries.contiguous(), keys.contiguous()
     out = torch.empty_like(queries)
@@ -245,6 +274,9 @@ def _launch(
         window,
         heads,
         scale * 1.4426950408889634,
+        sink if phases is None else phases.cos.contiguous(),
+        sink if phases is None else phases.sin.contiguous(),
+        PAIRS=0 if phases is None else phases.cos.shape[-1],
         ENTRIES=pages is not None and selected is not None,
         INDEXED=selected is not None and selected.indices is not None,
         WIDTH=width,

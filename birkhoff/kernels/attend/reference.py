@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
+from birkhoff.kernels.rope.reference import Phases, rotate
 from birkhoff.kernels.row_index import RowIndex
 
 QUERY_BLOCK = 256
@@ -81,6 +82,7 @@ def attend_paged(
     sink: torch.Tensor,
     window: int,
     scale: float,
+    phases: Phases,
 ) -> torch.Tensor:
     out = torch.empty_like(queries)
     for row, (slot, position, start) in enumerate(
@@ -99,4 +101,4 @@ def attend_paged(
         out[row] = attend_one(queries[row : row + 1], torch.cat(seen).unsqueeze(0), None, None, sink, scale)[
             0
         ]
-    return out
+    return rotate(out, phases, inverse=True)

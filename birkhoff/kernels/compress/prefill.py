@@ -7,20 +7,23 @@ the ring: a long chunk overwrites the rows that it continues.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from birkhoff.kernels.compress.decode import _rms_norm
-from birkhoff.kernels.compress.reference import Rounding
+from birkhoff.kernels.compress.reference import RawRows, RingRows
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.quant.device import round_index, round_key
 from birkhoff.kernels.rope.decode import rope
 from birkhoff.kernels.row_index import RowIndex
 
 
-@triton.jit(do_not_specialize=["raw_stride", "ring_size", "table_stride"])
-def _compress(
+@triton.jit
+def _compress_row(
+    row,
     raw,
     raw_stride,
     ape,
@@ -42,7 +45,6 @@ def _compress(
     ITEMS: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row).to(tl.int32)
     if (position + 1) % RATIO == 0:
         slot = tl.load(slots + row)
@@ -89,29 +91,68 @@ def _compress(
         tl.store(pages + (page * PER_PAGE + index % PER_PAGE) * WIDTH + d, entry.to(dtype))
 
 
+@triton.jit(do_not_specialize=["raw_stride", "raw_stride2", "ring_size", "ring_size2", "table_stride"])
+def _compress(
+    raw,
+    raw_stride,
+    ape,
+    norm,
+    ring,
+    ring_size,
+    pages,
+    raw2,
+    raw_stride2,
+    ape2,
+    norm2,
+    ring2,
+    ring_size2,
+    pages2,
+    table,
+    table_stride,
+    slots,
+    positions,
+    starts,
+    cos,
+    sin,
+    eps,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    ITEMS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    ROUNDING2: tl.constexpr,
+):
+    """One program per row and compressor."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _compress_row(
+            row, raw, raw_stride, ape, norm, ring, ring_size, pages, table, table_stride, slots, positions, starts,
+            cos, sin, eps, RATIO, WIDTH, ROPE_DIM, ITEMS, ROUNDING,
+        )  # fmt: skip
+    else:
+        _compress_row(
+            row, raw2, raw_stride2, ape2, norm2, ring2, ring_size2, pages2, table, table_stride, slots, positions,
+            starts, cos, sin, eps, RATIO, WIDTH2, ROPE_DIM, ITEMS, ROUNDING2,
+        )  # fmt: skip
+
+
 def compress_blocks(
-    raw: torch.Tensor,
-    ape: torch.Tensor,
-    norm: torch.Tensor,
-    ring: torch.Tensor,
-    pages: torch.Tensor,
+    parts: Sequence[RawRows],
     table: torch.Tensor,
     rows: RowIndex,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
-    rounding: Rounding = "none",
 ) -> None:
-    ratio, width = len(ape), pages.shape[2]
-    assert raw.stride(1) == 1 and width == power_of_two(width)
-    _compress[(len(raw),)](
-        raw,
-        raw.stride(0),
-        ape,
-        norm,
-        ring,
-        ring.shape[1],
-        pages,
+    pointers: list[torch.Tensor | int] = []
+    for raw, ape, norm, ring, pages, _ in (parts[0], parts[-1]):
+        assert raw.stride(1) == 1 and pages.shape[2] == power_of_two(pages.shape[2])
+        pointers += [raw, raw.stride(0), ape, norm, ring, ring.shape[1], pages]
+    ratio = len(parts[0].ape)
+    assert len(parts) <= 2 and ratio == len(parts[-1].ape)
+    _compress[(len(parts[0].raw), len(parts))](
+        *pointers,
         table,
         table.stride(0),
         rows.slots,
@@ -121,10 +162,12 @@ def compress_blocks(
         sin.contiguous(),
         eps,
         RATIO=ratio,
-        WIDTH=width,
+        WIDTH=parts[0].pages.shape[2],
+        WIDTH2=parts[-1].pages.shape[2],
         ROPE_DIM=2 * cos.shape[-1],
         ITEMS=8 if ratio == 4 else 16,
-        ROUNDING=rounding,
+        ROUNDING=parts[0].rounding,
+        ROUNDING2=parts[-1].rounding,
         num_warps=4 if ratio != 128 else 8,
     )
 
@@ -140,8 +183,9 @@ def _row(values, ape, position, columns, WIDTH: tl.constexpr, RATIO: tl.constexp
     return row
 
 
-@triton.jit(do_not_specialize=["stride", "ring_size"])
-def _store(
+@triton.jit
+def _store_row(
+    row,
     values,
     stride,
     ape,
@@ -154,7 +198,6 @@ def _store(
     PADDED: tl.constexpr,
     RATIO: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row).to(tl.int32)
     if position >= tl.load(stops + row) - ring_size:
         c = tl.arange(0, PADDED)
@@ -163,24 +206,67 @@ def _store(
         tl.store(target + c, kept.to(ring.dtype.element_ty), mask=c < WIDTH)
 
 
-def store_rows(
-    values: torch.Tensor, ring: torch.Tensor, rows: RowIndex, ape: torch.Tensor | None = None
-) -> None:
-    width = values.shape[1]
-    assert values.stride(1) == 1
-    _store[(len(values),)](
-        values,
-        values.stride(0),
-        values if ape is None else ape,
-        ring,
-        ring.shape[1],
-        rows.slots,
-        rows.positions,
-        rows.stops,
-        WIDTH=width,
-        PADDED=power_of_two(width),
-        RATIO=0 if ape is None else len(ape),
-        num_warps=4,
+@triton.jit(do_not_specialize=["stride", "stride2", "stride3", "ring_size", "ring_size2", "ring_size3"])
+def _store(
+    values,
+    stride,
+    ape,
+    ring,
+    ring_size,
+    values2,
+    stride2,
+    ape2,
+    ring2,
+    ring_size2,
+    values3,
+    stride3,
+    ape3,
+    ring3,
+    ring_size3,
+    slots,
+    positions,
+    stops,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    PADDED2: tl.constexpr,
+    RATIO2: tl.constexpr,
+    WIDTH3: tl.constexpr,
+    PADDED3: tl.constexpr,
+    RATIO3: tl.constexpr,
+):
+    """One program per row and ring."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if part == 0:
+        _store_row(
+            row, values, stride, ape, ring, ring_size, slots, positions, stops,
+            WIDTH, PADDED, RATIO,
+        )  # fmt: skip
+    elif part == 1:
+        _store_row(
+            row, values2, stride2, ape2, ring2, ring_size2, slots, positions, stops,
+            WIDTH2, PADDED2, RATIO2,
+        )  # fmt: skip
+    else:
+        _store_row(
+            row, values3, stride3, ape3, ring3, ring_size3, slots, positions, stops,
+            WIDTH3, PADDED3, RATIO3,
+        )  # fmt: skip
+
+
+def store_rows(parts: Sequence[RingRows], rows: RowIndex) -> None:
+    pointers: list[torch.Tensor | int] = []
+    sizes: dict[str, int] = {}
+    for number, (values, ring, ape) in zip(("", "2", "3"), [*parts, parts[-1], parts[-1]]):
+        assert values.stride(1) == 1
+        pointers += [values, values.stride(0), values if ape is None else ape, ring, ring.shape[1]]
+        width, ratio = values.shape[1], 0 if ape is None else len(ape)
+        sizes |= {f"WIDTH{number}": width, f"PADDED{number}": power_of_two(width), f"RATIO{number}": ratio}
+    assert len(parts) <= 3
+    _store[(len(parts[0].values), len(parts))](
+        *pointers, rows.slots, rows.positions, rows.stops, **sizes, num_warps=4
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,23 +16,45 @@ Rounding = Literal["none", "key", "index"]
 KEY_GROUP = 64
 
 
+class RawRows(NamedTuple):
+    """Rows of one compressor in a step [n, values and gates], and where its rows and entries are kept."""
+
+    raw: torch.Tensor
+    ape: torch.Tensor
+    norm: torch.Tensor
+    ring: torch.Tensor
+    pages: torch.Tensor
+    rounding: Rounding = "none"
+
+
+class RingRows(NamedTuple):
+    """Rows [n, w] to be stored in a ring; gates get their position bias `ape`."""
+
+    values: torch.Tensor
+    ring: torch.Tensor
+    ape: torch.Tensor | None = None
+
+
 def pool(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     return (gates.softmax(dim=-2) * values).sum(dim=-2)
 
 
 def compress_blocks(
-    raw: torch.Tensor,
-    ape: torch.Tensor,
-    norm: torch.Tensor,
-    ring: torch.Tensor,
-    pages: torch.Tensor,
+    parts: Sequence[RawRows],
     table: torch.Tensor,
     rows: RowIndex,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
-    rounding: Rounding = "none",
 ) -> None:
+    for part in parts:
+        _compress(part, table, rows, cos, sin, eps)
+
+
+def _compress(
+    part: RawRows, table: torch.Tensor, rows: RowIndex, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> None:
+    raw, ape, norm, ring, pages, rounding = part
     ratio, width, per_page = len(ape), pages.shape[2], pages.shape[1]
     overlap = 2 if ratio == 4 else 1
     for row, position in enumerate(rows.positions.tolist()):
@@ -59,12 +82,11 @@ def compress_blocks(
         pages[table[slot, index // per_page], index % per_page] = entry.to(pages.dtype)
 
 
-def store_rows(
-    values: torch.Tensor, ring: torch.Tensor, rows: RowIndex, ape: torch.Tensor | None = None
-) -> None:
-    kept = (rows.positions >= rows.stops - ring.shape[1]).nonzero()[:, 0]
-    slots, positions = rows.slots[kept], rows.positions[kept]
-    ring[slots, positions % ring.shape[1]] = gather_rows(values, ring, slots, positions, kept, ape)
+def store_rows(parts: Sequence[RingRows], rows: RowIndex) -> None:
+    for values, ring, ape in parts:
+        kept = (rows.positions >= rows.stops - ring.shape[1]).nonzero()[:, 0]
+        slots, positions = rows.slots[kept], rows.positions[kept]
+        ring[slots, positions % ring.shape[1]] = gather_rows(values, ring, slots, positions, kept, ape)
 
 
 def gather_rows(

@@ -9,6 +9,7 @@ import torch
 
 from birkhoff.kernels.cuda.backend import compiled_module
 from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.kernels.quant.rounded_rows import Order
 
 MAX_TOKENS = 128  # of a block of the plan
 STAGE_BYTES = 33 * 1024  # of one of the five stages, for 128 tokens
@@ -26,6 +27,11 @@ def supports(x: torch.Tensor, inner: int) -> bool:
         and inner % 128 == 0
         and _has_compiler()
     )
+
+
+def input_order(x: torch.Tensor, inner: int) -> Order:
+    """The order of columns (`quant.device.ORDERS`) in which the kernels of FP4 experts read inputs like x."""
+    return "fragments" if supports(x, inner) else "halves"
 
 
 def _shared_bytes(width: int) -> int:

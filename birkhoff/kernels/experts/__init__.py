@@ -1,7 +1,8 @@
 """Routing and clamped SwiGLU experts (spec 7).
 
 `swiglu(gate, up, limit) -> like gate`: `silu(min(gate, limit)) * clamp(up, -limit, limit)`, float32 in and out.
-`glu(gate_up [n, 2i], limit, dtype) -> [n, i]`: `swiglu` of its two halves, in `dtype`.
+`glu(gate_up [n, 2i], limit, dtype, released=False) -> [n, i] | RoundedRows`: `swiglu` of its two halves, in `dtype`; on
+    a GPU with released numerics together with its FP8 codes.
 `route(logits [n, E], bias [E] | None, ids [n, k] | None, topk, factor) -> (ids [n, k], weights [n, k] float32)`:
     sqrt-softplus scores; experts selected by biased score (ties: lowest id) or given by `ids` (hash routing); weights
     are the unbiased scores, normalised and scaled.

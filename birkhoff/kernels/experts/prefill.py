@@ -28,9 +28,16 @@ from birkhoff.kernels.experts.decode import _dot_even_odd, _swiglu
 from birkhoff.kernels.experts.reference import Stack
 from birkhoff.kernels.experts.routing import plan
 from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
-from birkhoff.kernels.linear.fp8 import has_fp8
 from birkhoff.kernels.packed.unpack import decode_e2m1, decode_e8m0
-from birkhoff.kernels.quant.device import fp8_groups, quantise_fp8
+from birkhoff.kernels.quant.device import (
+    empty_codes,
+    fp8_groups,
+    has_fp8,
+    quantise_fp8,
+    rounds_to_codes,
+    store_codes,
+)
+from birkhoff.kernels.quant.rounded_rows import Input, RoundedRows, rows_of
 
 BLOCKS = (16, 32, 64, 128)  # tokens per block
 
@@ -353,10 +360,46 @@ def sum_pairs(y: torch.Tensor, topk: int, shared: torch.Tensor | None) -> torch.
     return out
 
 
-def glu(gate_up_rows: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
-    gate_up_rows = gate_up_rows.contiguous()
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
+def _swiglu_codes(
+    gate_up_rows,
+    z,
+    codes,
+    scales,
+    scale_stride,
+    rows,
+    inner,
+    stride,
+    limit,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`_swiglu`, with the FP8 codes of the result."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    tile = (r < rows)[:, None] & (i < inner)[None, :]
+    at = gate_up_rows + r[:, None] * stride + i[None, :]
+    a = tl.minimum(tl.load(at, mask=tile, other=0.0).to(tl.float32), limit)
+    b = tl.load(at + inner, mask=tile, other=0.0).to(tl.float32)
+    out = (a / (1.0 + tl.exp(-a)) * tl.minimum(tl.maximum(b, -limit), limit)).to(z.dtype.element_ty)
+    tl.store(z + r[:, None] * inner + i[None, :], out, mask=tile)
+    store_codes(out.to(tl.float32), r, r < rows, codes, codes, scales, scale_stride, inner, 0, ROWS, BLOCK)
+
+
+def glu(gate_up_rows: torch.Tensor, limit: float, dtype: torch.dtype, released: bool = False) -> Input:
+    if gate_up_rows.stride(-1) != 1:
+        gate_up_rows = gate_up_rows.contiguous()
     n, inner = gate_up_rows.shape[0], gate_up_rows.shape[1] // 2
     z = torch.empty(n, inner, dtype=dtype, device=gate_up_rows.device)
+    if released and rounds_to_codes(z, inner):
+        codes, scales = empty_codes(n, inner, z.device)
+        block = power_of_two(inner)
+        rows = max(1, 4096 // block)
+        strides = (scales.stride(0), n, inner, gate_up_rows.stride(0))
+        _swiglu_codes[(-(-n // rows),)](
+            gate_up_rows, z, codes, scales, *strides, limit, ROWS=rows, BLOCK=block, num_warps=8
+        )
+        return RoundedRows(z, codes, scales)
     block = min(1024, power_of_two(inner))
     if n:
         _swiglu[(n, -(-inner // block))](
@@ -375,7 +418,7 @@ def _blocks_of(blocks: torch.Tensor, ready: Sequence[int], experts: int) -> torc
 
 
 def experts(
-    x: torch.Tensor,
+    x: Input,
     ids: torch.Tensor,
     weights: torch.Tensor,
     stack: Stack,
@@ -385,6 +428,8 @@ def experts(
     size: int | None = None,
 ) -> torch.Tensor:
     """`size`: tokens per block (default: by the number of pairs)."""
+    rounded = x if isinstance(x, RoundedRows) else None
+    x = rows_of(x)
     if stack.batches is None:
         return reference.experts(x, ids, weights, stack, limit, round_input, shared)
     count, topk = ids.shape
@@ -397,7 +442,10 @@ def experts(
     rounds = round_input is not None
     if rounds and packed_fp4 and fp8.takes(x.dtype, x.shape[1], stack.inner) and has_fp8(x):
         by_cuda = cuda.supports(x, stack.inner)
-        quantised = quantise_fp8(x.contiguous(), "fragments" if by_cuda else "halves")
+        if rounded is None or rounded.ordered is None:
+            quantised = quantise_fp8(x.contiguous(), cuda.input_order(x, stack.inner))
+        else:
+            quantised = rounded.ordered, rounded.scales
         for ready, addresses in stack.batches():
             own_blocks = blocks if ready is None else _blocks_of(blocks, ready, stack.count)
             if by_cuda:

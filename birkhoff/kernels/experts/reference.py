@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from birkhoff.kernels.packed import PackedType
 from birkhoff.kernels.packed.native import ExpertProducts
+from birkhoff.kernels.quant.rounded_rows import Input
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
     return F.silu(a.float().clamp(max=limit)) * b.float().clamp(-limit, limit)
 
 
-def glu(gate_up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
+def glu(gate_up: torch.Tensor, limit: float, dtype: torch.dtype, released: bool = False) -> Input:
     gate, up = gate_up.chunk(2, dim=-1)
     return swiglu(gate, up, limit).to(dtype)
 

@@ -137,7 +137,7 @@ def _count_at_least(scores, candidate, count, BLOCK: tl.constexpr):
     return count_reached
 
 
-@triton.jit(do_not_specialize=["max_entries"])
+@triton.jit(do_not_specialize=["max_entries"], do_not_specialize_on_alignment=["positions"])
 def _topk_entries(
     scores,
     positions,
@@ -147,9 +147,12 @@ def _topk_entries(
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    count = ((tl.load(positions + row) + 1) // 4).to(tl.int32)
+    count = tl.load(positions + row).to(tl.int32)
+    if not COUNTED:
+        count = (count + 1) // 4
     out = topk_indices + row * topk
     scores += row * max_entries
     if count <= topk:
@@ -239,8 +242,9 @@ def force_and_forbid(scores, rules) -> None:
     )
 
 
-def topk_entries(scores, positions, topk_indices) -> None:
-    """scores [n, max_entries] -> topk_indices [n, topk], ascending; all entries if there are at most `topk`."""
+def topk_entries(scores, positions, topk_indices, counted: bool = False) -> None:
+    """scores [n, max_entries] -> topk_indices [n, topk], ascending; all entries if there are at most `topk`. With
+    `counted`, `positions` are the numbers of visible entries instead."""
     n, max_entries = scores.shape
     topk = topk_indices.shape[1]
     block = min(4096, power_of_two(max_entries, 64))
@@ -253,5 +257,6 @@ def topk_entries(scores, positions, topk_indices) -> None:
         BLOCK=block,
         TOPK=power_of_two(topk),
         ONE_TILE=max_entries <= block,
+        COUNTED=counted,
         num_warps=8 if max_entries > 1024 else 4,
     )

@@ -1,11 +1,14 @@
-"""The indexer over the many queries of a prompt on a GPU: scores of a block of queries, then their top-k.
+"""The indexer over the many queries of a prompt on a GPU: scores of all queries, then their top-k, two launches.
 
-`index_topk` is the twin of the reference. `_score` keeps a tile of index keys and iterates over queries; entries that a
-query cannot see, and queries that keep all visible entries, are not scored. Scores are stored for `QUERY_BLOCK` queries
-at a time. The selection is `topk_entries` of `decode.py`: exact, ties go to the lower index.
+`index_chunks` and `index_topk` are the twins of the reference. `_score` keeps a tile of index keys, read from their
+pages, and iterates over queries; entries that a query cannot see, and queries that keep all visible entries, are not
+scored. Scores of at most `MAX_SCORES` pairs are stored at a time. The selection is `topk_entries` of
+`decode.py`: exact, ties go to the lower index.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,25 +17,30 @@ import triton.language as tl
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.index.decode import topk_entries
+from birkhoff.kernels.index.reference import IndexChunk
 
-QUERY_BLOCK = 1024
+MAX_SCORES = 1 << 26  # pairs of a query and an entry, four bytes each
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first_row", "length", "num_entries"],
-    do_not_specialize_on_alignment=["counts"],
+    do_not_specialize=["rows", "slot", "per_page", "max_entries", "weight_stride", "table_stride"],
+    do_not_specialize_on_alignment=["queries", "weights", "counts", "scores"],
 )
 def _score(
     queries,
-    keys,
     weights,
+    weight_stride,
     counts,
+    pages,
+    per_page,
+    table,
+    table_stride,
+    slot,
     scores,
     rows,
-    first_row,
-    length,
-    num_entries,
+    max_entries,
     topk,
+    scale,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -44,12 +52,9 @@ def _score(
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
     first_query = tl.program_id(1) * QUERIES
-    sequence = (first_row // length).to(tl.int64)  # the queries of a launch belong to one sequence
-    k = tl.load(
-        keys + (sequence * num_entries + e.to(tl.int64)[None, :]) * WIDTH + d[:, None],
-        mask=(e < num_entries)[None, :],
-        other=0.0,
-    )
+    page = tl.load(table + slot * table_stride + e // per_page, mask=e < max_entries, other=0).to(tl.int64)
+    at_key = (page * per_page + e % per_page) * WIDTH
+    k = tl.load(pages + at_key[None, :] + d[:, None], mask=(e < max_entries)[None, :], other=0.0)
     for i in range(QUERIES):
         row = first_query + i
         count = tl.load(counts + row, mask=row < rows, other=0)
@@ -60,49 +65,76 @@ def _score(
                 match = tl.dot(q, k, input_precision="ieee")
             else:
                 match = tl.dot(q, k)
-            w = tl.load(weights + at + h).to(tl.float32)
+            # weights are rounded to the dtype of the model, whose products may be float32
+            w = tl.load(weights + row.to(tl.int64) * weight_stride + h).to(k.dtype).to(tl.float32) * scale
             tl.store(
-                scores + row.to(tl.int64) * num_entries + e,
+                scores + row.to(tl.int64) * max_entries + e,
                 tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
                 mask=e < count,
             )
 
 
+def index_chunks(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    counts: torch.Tensor,
+    chunks: Sequence[IndexChunk],
+    topk: int,
+    scale: float,
+) -> torch.Tensor:
+    n, heads, width = queries.shape
+    assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
+    assert counts.dtype is torch.int32 and weights.stride(1) == 1
+    queries = queries.to(pages.dtype).contiguous()
+    entries = max(chunk.entries for chunk in chunks)
+    fp32 = pages.dtype is torch.float32
+    indices = torch.empty(n, topk, dtype=torch.int32, device=pages.device)
+    size = min(max(MAX_SCORES // entries, 16), n)
+    scores = torch.empty(size, entries, dtype=torch.float32, device=pages.device)
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        for chunk in chunks:
+            block = slice(max(chunk.first, start), min(chunk.first + chunk.length, stop))
+            rows = block.stop - block.start
+            if rows <= 0:
+                continue
+            _score[(-(-chunk.entries // 128), -(-rows // 16))](
+                queries[block],
+                weights[block],
+                weights.stride(0),
+                counts[block],
+                pages,
+                pages.shape[1],
+                table,
+                table.stride(0),
+                chunk.slot,
+                scores[block.start - start :],
+                rows,
+                entries,
+                topk,
+                scale,
+                HEADS=heads,
+                WIDTH=width,
+                QUERIES=16,
+                ENTRIES=128,
+                FP32=fp32,
+                num_warps=4 if fp32 else 8,
+                num_stages=2,
+            )
+        topk_entries(scores[: stop - start], counts[start:stop], indices[start:stop], counted=True)
+    return indices
+
+
 def index_topk(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int
 ) -> TopkIndices:
-    batch, length, heads, width = queries.shape
-    entries = keys.shape[1]
-    assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
-    queries = queries.to(keys.dtype).flatten(0, 1).contiguous()
-    keys = keys.contiguous()
-    weights = weights.float().flatten(0, 1).contiguous()
-    visible = counts.to(torch.int32).flatten().contiguous()
-    indices = torch.empty(batch * length, topk, dtype=torch.int32, device=keys.device)
-    fp32 = keys.dtype is torch.float32
-    size = min(QUERY_BLOCK, length)
-    scores = torch.empty(size, entries, dtype=torch.float32, device=keys.device)
-    for start in (sequence * length + first for sequence in range(batch) for first in range(0, length, size)):
-        rows = min(size, length - start % length)
-        block = slice(start, start + rows)
-        _score[(-(-entries // 128), -(-rows // 16))](
-            queries[block],
-            keys,
-            weights[block],
-            visible[block],
-            scores,
-            rows,
-            start,
-            length,
-            entries,
-            topk,
-            HEADS=heads,
-            WIDTH=width,
-            QUERIES=16,
-            ENTRIES=128,
-            FP32=fp32,
-            num_warps=4 if fp32 else 8,
-            num_stages=2,
-        )
-        topk_entries(scores[:rows], 4 * visible[block].long() - 1, indices[block])
-    return TopkIndices(counts.to(torch.int32).clamp_max(topk), indices.view(batch, length, topk))
+    """The keys of a sequence are its only page."""
+    batch, length = counts.shape
+    table = torch.arange(batch, device=keys.device).unsqueeze(-1)
+    visible = counts.to(torch.int32)
+    chunks = [IndexChunk(slot * length, length, slot, keys.shape[1]) for slot in range(batch)]
+    flat = (queries.flatten(0, 1), weights.flatten(0, 1))
+    indices = index_chunks(*flat, keys.contiguous(), table, visible.flatten(), chunks, topk, 1.0)
+    return TopkIndices(visible.clamp_max(topk), indices.view(batch, length, topk))

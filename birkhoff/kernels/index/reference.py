@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 
 QUERY_BLOCK = 256  # queries scored at a time, which bounds the memory of [heads, entries] scores
+
+
+class IndexChunk(NamedTuple):
+    """Rows first .. first + length - 1 of a step, which are queries of one slot over its first `entries` entries."""
+
+    first: int
+    length: int
+    slot: int
+    entries: int
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -41,3 +53,26 @@ def index_topk(
     # Selected entries first, in ascending order; indices after `counts` are ignored.
     indices = (~torch.cat(blocks, dim=1)).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :topk]
     return TopkIndices(counts.to(torch.int32).clamp_max(topk), indices.to(torch.int32))
+
+
+def index_chunks(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    counts: torch.Tensor,
+    chunks: Sequence[IndexChunk],
+    topk: int,
+    scale: float,
+) -> torch.Tensor:
+    first = torch.arange(topk, dtype=torch.int32, device=counts.device)
+    indices = first.expand(len(queries), -1).contiguous()
+    weights = weights.to(queries.dtype).float() * scale
+    for chunk in chunks:
+        rows = slice(chunk.first, chunk.first + chunk.length)
+        keys = pages[table[chunk.slot]].flatten(0, 1)[: chunk.entries]
+        query, weight, count = (part[rows].unsqueeze(0) for part in (queries, weights, counts))
+        found = index_topk(query, keys.unsqueeze(0), weight, count, topk).indices
+        assert found is not None
+        indices[rows] = found[0]
+    return indices

@@ -18,13 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import interpreted, power_of_two
+from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.linear.packed import BLOCK, PackedWeight
 from birkhoff.kernels.linear.prefill import packed_linear
-from birkhoff.kernels.quant.device import fp8_round, quantise_fp8
+from birkhoff.kernels.quant.device import ROW_MULTIPLE, fp8_round, quantise_fp8, rounds_to_codes
+from birkhoff.kernels.quant.rounded_rows import Input, RoundedRows, rows_of
 
-MIN_ROWS = 64  # rows from which the FP8 product is faster than decoding weights in registers
-VENDOR_ROWS = 16  # cuBLAS takes multiples of this many rows
 TILE_GROUP = 8  # token tiles that share a pass over the rows of a weight, so that both stay in L2
 
 
@@ -138,26 +137,15 @@ def _has_vendor_product(device: torch.device) -> bool:
     return bool((y == size).all())
 
 
-def has_fp8(x: torch.Tensor) -> bool:
-    """Whether FP8 products run where x is: on NVIDIA GPUs of compute capability 8.9 and higher."""
-    if not x.is_cuda:
-        return interpreted()
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-def rounded_linear(x: torch.Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dtype = dtype or x.dtype
-    flat = x.reshape(-1, x.shape[-1])
-    if (
-        weight.tile_scale is None
-        or len(flat) < MIN_ROWS
-        or flat.dtype is torch.float32
-        or flat.stride(1) != 1
-        or not has_fp8(x)
-    ):
-        return packed_linear(fp8_round(x, BLOCK), weight, None, dtype)
-    if dtype is torch.bfloat16 and weight.inner % (4 * BLOCK) == 0 and _has_vendor_product(x.device):
-        y = vendor_product(*quantise_fp8(flat, multiple=VENDOR_ROWS), weight, dtype)[: len(flat)]
-    else:
-        y = fp8_product(*quantise_fp8(flat), weight, dtype)
-    return y.view(*x.shape[:-1], weight.out)
+def rounded_linear(x: Input, weight: PackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    rows = rows_of(x)
+    dtype = dtype or rows.dtype
+    flat = rows.reshape(-1, rows.shape[-1])
+    if weight.tile_scale is None or not rounds_to_codes(flat, weight.inner) or flat.stride(1) != 1:
+        return packed_linear(fp8_round(rows, BLOCK), weight, None, dtype)
+    vendor = dtype is torch.bfloat16 and weight.inner % (4 * BLOCK) == 0 and _has_vendor_product(flat.device)
+    codes, scales = (
+        (x.codes, x.scales) if isinstance(x, RoundedRows) else quantise_fp8(flat, multiple=ROW_MULTIPLE)
+    )
+    product = vendor_product if vendor else fp8_product
+    return product(codes, scales, weight, dtype)[: len(flat)].view(*rows.shape[:-1], weight.out)

@@ -6,6 +6,8 @@ Shapes: streams `[n, m, d]` in the model's dtype; `fn [(2+m)m, m*d]`, `base [(2+
 `read(streams, fn, base, scale, iters, eps, rms_eps) -> (u [n, d], pre [n, m], post [n, m], mix [n, m, m])`
     `fn` as stored or as returned by `prepare`.
     `u` in the streams' dtype, the coefficients float32. `mix[j, k]` carries stream j to stream k.
+`read_input(streams, ..., rms_eps, norm [d], norm_eps, released, inner=None) -> (x, post, mix)`
+    `read` with `norm.norm_input` of u, which is not returned.
 `write(streams, y [n, d], post, mix) -> [n, m, d]`
     `post[k] * y + sum_j mix[j, k] * streams[j]`, float32 inside, rounded once.
 `reread(streams, u [n, d], pre, edited [n, m]) -> [n, d]`

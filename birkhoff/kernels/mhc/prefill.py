@@ -21,6 +21,8 @@ import triton.language as tl
 from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
 from birkhoff.kernels.mhc import decode
 from birkhoff.kernels.mhc.decode import _normalise4, _sigmoid
+from birkhoff.kernels.norm.prefill import code_order, empty_rounded, norm_input
+from birkhoff.kernels.quant.device import rounds_to_codes, store_codes
 
 SPLITS = 8  # parts of a row for hundreds of rows
 LONG_SPLITS = 2  # for thousands of rows, which fill a GPU by themselves
@@ -187,7 +189,7 @@ def _write_coefficients(
     tl.store(c + 15, a33, mask=valid_token)
 
 
-@triton.jit(do_not_specialize=["rows", "mixer_programs"])
+@triton.jit(do_not_specialize=["rows", "mixer_programs", "scale_stride"])
 def _coefficients_and_collapse(
     parts,
     base,
@@ -204,6 +206,15 @@ def _coefficients_and_collapse(
     eps,
     rms_eps,
     mixer_programs,
+    norm,
+    norm_eps,
+    codes,
+    ordered,
+    scales,
+    scale_stride,
+    NORM: tl.constexpr,
+    CODES: tl.constexpr,
+    ORDER: tl.constexpr,
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -237,8 +248,16 @@ def _coefficients_and_collapse(
         tl.store(pre + row * 4 + 1, p1)
         tl.store(pre + row * 4 + 2, p2)
         tl.store(pre + row * 4 + 3, p3)
-        u = _collapsed(x0, x1, x2, x3, p0, p1, p2, p3)
-        tl.store(out + row.to(tl.int64) * width + d, u.to(out.dtype.element_ty), mask=in_range)
+        u = _collapsed(x0, x1, x2, x3, p0, p1, p2, p3).to(out.dtype.element_ty)
+        if NORM:
+            fp32 = u.to(tl.float32)
+            fp32 = fp32 * (1.0 / tl.sqrt(tl.sum(fp32 * fp32, axis=0) / width + norm_eps))
+            u = (fp32 * tl.load(norm + d, mask=in_range, other=0.0)).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * width + d, u, mask=in_range)
+        if CODES:
+            r = row + tl.zeros([1], tl.int64)
+            tile = tl.reshape(u.to(tl.float32), [1, BLOCK])
+            store_codes(tile, r, r >= 0, codes, ordered, scales, scale_stride, width, ORDER, 1, BLOCK)
 
 
 @triton.jit
@@ -296,8 +315,24 @@ def tile_config(fp32: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
     return TILE if shared >= HOPPER_SHARED else TILE | {"num_stages": 2}
 
 
-def read_rows(streams, fn, base, scale, iters, eps, rms_eps):
-    """`read` with these kernels for any number of rows."""
+def read_input(streams, fn, base, scale, iters, eps, rms_eps, norm, norm_eps, released, inner=None):
+    streams = streams.contiguous()
+    n, _, width = streams.shape
+    if n < MIN_ROWS:
+        u, _, post, mix = read(streams, fn, base, scale, iters, eps, rms_eps)
+        return norm_input(u, norm, norm_eps, released, inner), post, mix
+    rounded = None
+    if released and width == power_of_two(width) and rounds_to_codes(streams, width):
+        rounded = empty_rounded(streams, width, inner)
+    settings = (base, scale, iters, eps, rms_eps)
+    u, _, post, mix = read_rows(streams, fn, *settings, norm, norm_eps, rounded, inner)
+    return u if rounded is None else rounded, post, mix
+
+
+def read_rows(
+    streams, fn, base, scale, iters, eps, rms_eps, norm=None, norm_eps=0.0, rounded=None, inner=None
+):
+    """`read` with these kernels for any number of rows; with a `norm` the input is normalised."""
     n, m, width = streams.shape
     split_fn = fn if isinstance(fn, SplitFn) else prepare(fn, streams.dtype)
     assert isinstance(split_fn, SplitFn)
@@ -325,7 +360,10 @@ def read_rows(streams, fn, base, scale, iters, eps, rms_eps):
         FP32=fp32,
         **config,
     )
-    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
+    if rounded is None:
+        u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
+    else:
+        u = rounded.rows
     mixer_programs, row_block = -(-n // 32), power_of_two(width)
     _coefficients_and_collapse[(mixer_programs + n,)](
         parts,
@@ -343,6 +381,15 @@ def read_rows(streams, fn, base, scale, iters, eps, rms_eps):
         eps,
         rms_eps,
         mixer_programs,
+        base if norm is None else norm,
+        norm_eps,
+        u if rounded is None else rounded.codes,
+        u if rounded is None or rounded.ordered is None else rounded.ordered,
+        pre if rounded is None else rounded.scales,
+        0 if rounded is None else rounded.scales.stride(0),
+        NORM=norm is not None,
+        CODES=rounded is not None,
+        ORDER=0 if rounded is None else code_order(rounded, inner),
         COUNT=COUNT,
         PADDED=PADDED,
         SPLITS=splits,

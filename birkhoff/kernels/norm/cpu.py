@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from birkhoff.kernels import quant
 from birkhoff.kernels.jit import compiled
+from birkhoff.kernels.norm.reference import KEY_GROUP
 from birkhoff.kernels.packed import native
+from birkhoff.kernels.quant.rounded_rows import Input
+from birkhoff.kernels.rope.cpu import rotate
+from birkhoff.kernels.rope.reference import Phases
 
 NO_WEIGHT = np.ones(0, np.float32)
 MAX_NATIVE_ROWS = 24
@@ -40,3 +45,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         weights = NO_WEIGHT if weight is None else weight.numpy()
         rms_norm_rows(fp32.numpy(), weights, np.float32(eps), result.numpy())
     return result if fp32 is x else result.view(x.shape).to(x.dtype)
+
+
+def norm_input(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, released: bool, inner: int | None = None
+) -> Input:
+    return rms_norm(x, weight, eps)
+
+
+def norm_rotate(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, phases: Phases, keep: int | None = None
+) -> torch.Tensor:
+    rotated = rotate(rms_norm(x, weight, eps), phases)
+    return rotated if keep is None else quant.fp8_round(rotated, KEY_GROUP, keep)

@@ -12,16 +12,16 @@ Rounding uses integer arithmetic on float32 bits, so it needs no FP8 hardware.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.gpu import interpreted, power_of_two
+from birkhoff.kernels.quant.rounded_rows import Order
 
 GROUP = 128  # columns that share a scale
-Order = Literal["natural", "halves", "fragments"]
+MIN_ROWS = 64  # rows from which the FP8 product is faster than decoding weights in registers
+ROW_MULTIPLE = 16  # cuBLAS takes multiples of this many rows
 ORDERS: dict[Order, int] = {
     "natural": 0,
     # Triton kernels decode eight FP4 codes at a time, the first four to one tile and the others to a second one.
@@ -200,6 +200,16 @@ def hadamard_fp4(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@triton.jit
+def _place(c, ORDER: tl.constexpr):
+    """Where column c of 128 is stored in an order of `ORDERS`."""
+    if ORDER == 1:
+        c = ((c // 4) % 2) * 64 + (c // 8) * 4 + c % 4
+    elif ORDER == 2:
+        c = ((c // 8) % 4) * 32 + ((c // 4) % 2) * 16 + (c // 32) * 4 + c % 4
+    return c
+
+
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _quantise(x, codes, scales, rows, scale_stride, width, x_stride, ORDER: tl.constexpr, ROWS: tl.constexpr):
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -209,13 +219,60 @@ def _quantise(x, codes, scales, rows, scale_stride, width, x_stride, ORDER: tl.c
     v = tl.load(x + r[:, None] * x_stride + (block * 128 + c)[None, :], mask=inside, other=0.0).to(tl.float32)
     exponent = exponent_e4m3(tl.max(tl.abs(v), axis=1))
     code = round_e4m3(v * power(-exponent)[:, None]).to(tl.float8e4nv)
-    place = c
-    if ORDER == 1:
-        place = ((c // 4) % 2) * 64 + (c // 8) * 4 + c % 4
-    elif ORDER == 2:
-        place = ((c // 8) % 4) * 32 + ((c // 4) % 2) * 16 + (c // 32) * 4 + c % 4
-    tl.store(codes + r[:, None] * width + (block * 128 + place)[None, :], code, mask=inside)
+    tl.store(codes + r[:, None] * width + (block * 128 + _place(c, ORDER))[None, :], code, mask=inside)
     tl.store(scales + block * scale_stride + r, power(exponent), mask=r < rows)
+
+
+@triton.jit
+def store_codes(
+    v,
+    r,
+    valid,
+    codes,
+    ordered,
+    scales,
+    scale_stride,
+    width,
+    ORDER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the codes and scales of rows r, float32 [ROWS, BLOCK]; with an ORDER also the codes in that order."""
+    GROUPS: tl.constexpr = BLOCK // 128
+    grouped = tl.reshape(v, [ROWS * GROUPS, 128])
+    exponent = exponent_e4m3(tl.max(tl.abs(grouped), axis=1))
+    code = round_e4m3(grouped * power(-exponent)[:, None]).to(tl.float8e4nv)
+    g = tl.arange(0, ROWS * GROUPS)
+    row = tl.reshape(tl.broadcast_to(r[:, None], [ROWS, GROUPS]), [ROWS * GROUPS])
+    inside = tl.reshape(tl.broadcast_to(valid[:, None], [ROWS, GROUPS]), [ROWS * GROUPS])
+    g = g % GROUPS
+    inside = inside & (g * 128 < width)
+    c = tl.arange(0, 128)
+    at = row * width + g * 128
+    tl.store(codes + at[:, None] + c[None, :], code, mask=inside[:, None])
+    if ORDER > 0:
+        tl.store(ordered + at[:, None] + _place(c, ORDER)[None, :], code, mask=inside[:, None])
+    tl.store(scales + g * scale_stride + row, power(exponent), mask=inside)
+
+
+def empty_codes(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the codes and scales of rows, whose number is rounded up to what products take."""
+    padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    codes = torch.empty(padded, width, dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty(width // GROUP, padded, dtype=torch.float32, device=device)
+
+
+def rounds_to_codes(x: torch.Tensor, width: int) -> bool:
+    """Whether rows of `width` columns, made where x is, are multiplied as codes: enough rows of 16 bits, on a GPU with
+    FP8 products."""
+    return x.dtype is not torch.float32 and len(x) >= MIN_ROWS and width % GROUP == 0 and has_fp8(x)
+
+
+def has_fp8(x: torch.Tensor) -> bool:
+    """Whether FP8 products run where x is: on NVIDIA GPUs of compute capability 8.9 and higher."""
+    if not x.is_cuda:
+        return interpreted()
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def quantise_fp8(

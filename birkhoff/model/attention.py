@@ -148,9 +148,9 @@ class Attention(nn.Module):
                 [self.compressor] if self.indexer is None else [self.compressor, self.indexer.compressor]
             )
             compress_chunks(compressors, raw, batch, state)
-            finished = batch.row_index.positions + 1
+            positions = batch.row_index.positions
             selected = batch.cached(
-                ("finished", self.ratio), lambda: TopkIndices((finished // self.ratio).to(torch.int32))
+                ("finished", self.ratio), lambda: TopkIndices(((positions + 1) // self.ratio).to(torch.int32))
             )
         if self.indexer is not None:
             assert isinstance(selected, TopkIndices), "an indexer comes with a compressor"

@@ -22,7 +22,7 @@ class Mixer(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics):
         super().__init__()
-        self.kernels, self.released = numerics.kernels, numerics.released
+        self.numerics, self.kernels = numerics, numerics.kernels
         m = config.hc_mult
         self.iters = config.hc_sinkhorn_iters
         self.eps = config.hc_eps
@@ -62,7 +62,13 @@ class Mixer(nn.Module):
         """[n, m, d] -> normalised input [n, d], write-out weights, mixer. `inner`: that of the experts that read it."""
         settings = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
         found: tuple[Input, torch.Tensor, torch.Tensor] = self.kernels.mhc_read_input(
-            streams, self._prepared_fn(streams.dtype), *settings, norm.weight, norm.eps, self.released, inner
+            streams,
+            self._prepared_fn(streams.dtype),
+            *settings,
+            norm.weight,
+            norm.eps,
+            self.numerics.released,
+            inner,
         )
         return found
 

@@ -225,6 +225,32 @@ def target_kernels(name: str) -> dict[str, tuple]:
                 {"x": e4m3, "x_scale": F32, "weight": e4m3, "w_scale": F32, "out": BF16},
                 {"TILE_GROUP": fp8_linear.TILE_GROUP, **fp8_linear.tile_config(4096)},
             ),
+            "norm codes": (
+                norm._rms_norm,
+                {
+                    "x": BF16,
+                    "weight": F32,
+                    "out": BF16,
+                    "codes": e4m3,
+                    "ordered": e4m3,
+                    "scales": F32,
+                    "eps": "fp32",
+                },
+                rounding | {"WEIGHT": True, "CODES": True, "ORDER": 2, "ROWS": 4, "BLOCK": 1024},
+            ),
+            "gate codes": (
+                experts._swiglu_codes,
+                {"gate_up_rows": BF16, "z": BF16, "codes": e4m3, "scales": F32, "limit": "fp32"},
+                {"num_warps": 8, "num_stages": 3, "ROWS": 2, "BLOCK": 2048},
+            ),
+            "read codes": (
+                mhc._coefficients_and_collapse,
+                dict.fromkeys(("parts", "base", "scale", "pre", "post", "mix", "norm", "scales"), F32)
+                | {"streams": BF16, "out": BF16, "codes": e4m3, "ordered": e4m3}
+                | dict.fromkeys(("eps", "rms_eps", "norm_eps"), "fp32"),
+                {"NORM": True, "CODES": True, "ORDER": 2, "COUNT": mhc.COUNT, "PADDED": mhc.PADDED}
+                | {"SPLITS": mhc.LONG_SPLITS, "TOKENS": 32, "BLOCK": 4096, "num_warps": 4, "num_stages": 3},
+            ),
             "fp8 gate_up": (fp8_experts._gate_up_fp8, codes | {"x": e4m3}, spread | {"GROUPS": 128}),
             "fp8 down": (fp8_experts._down_fp8, codes | {"z": e4m3}, spread | {"GROUPS": 64}),
         }

@@ -41,7 +41,7 @@ def test_prefill_kernels_compile_for_hopper(tmp_path):
 # A kernel of each kind for each GPU; all of them with the full suite.
 OTHER_GPUS = ("sm_89", "sm_100", "sm_120", "gfx942")
 KERNELS_ELSEWHERE = (*ALL, "norm rotate", "compress", "store", "round", "hadamard")
-FP8_KERNELS = ("quantise", "fp8 product", "fp8 gate_up", "fp8 down")
+FP8_KERNELS = ("quantise", "norm codes", "gate codes", "read codes", "fp8 product", "fp8 gate_up", "fp8 down")
 FEW = ("sm_89 quantise", "sm_100 index score", "sm_120 quantise", "gfx942 index score", "gfx942 round")
 
 

@@ -27,10 +27,11 @@ from birkhoff.kernels.quant.rounded_rows import Input, RoundedRows, rows_of
 TILE_GROUP = 8  # token tiles that share a pass over the rows of a weight, so that both stay in L2
 
 
-@triton.jit(do_not_specialize=["n", "token_tiles"])
+@triton.jit(do_not_specialize=["n", "token_tiles", "scale_stride"])
 def _fp8_product(
     x,
     x_scale,
+    scale_stride,
     weight,
     w_scale,
     out,
@@ -58,7 +59,7 @@ def _fp8_product(
     for block in range(inner // 128):
         inputs = tl.load(at_x, mask=in_range, other=0.0)
         w = tl.load(at_w)
-        factor = tl.load(x_scale + block * n + t, mask=t < n, other=0.0)
+        factor = tl.load(x_scale + block * scale_stride + t, mask=t < n, other=0.0)
         factor *= tl.load(w_scale + (first // 128) * (inner // 128) + block)
         total += tl.dot(inputs, w) * factor[:, None]
         at_x += 128
@@ -80,7 +81,7 @@ def fp8_product(
     dtype: torch.dtype,
     config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """codes [n, in] in their natural order, scales [in / 128, n] -> [n, out]."""
+    """codes [n, in] in their natural order, scales [in / 128, n or more] -> [n, out]."""
     assert weight.tile_scale is not None
     n, inner = codes.shape
     out = torch.empty(n, weight.out, dtype=dtype, device=codes.device)
@@ -89,6 +90,7 @@ def fp8_product(
     _fp8_product[(row_tiles * token_tiles,)](
         codes,
         scales,
+        scales.stride(0),
         weight.weight.view(torch.float8_e4m3fn),
         weight.tile_scale,
         out,
@@ -147,5 +149,8 @@ def rounded_linear(x: Input, weight: PackedWeight, dtype: torch.dtype | None = N
     codes, scales = (
         (x.codes, x.scales) if isinstance(x, RoundedRows) else quantise_fp8(flat, multiple=ROW_MULTIPLE)
     )
-    product = vendor_product if vendor else fp8_product
-    return product(codes, scales, weight, dtype)[: len(flat)].view(*rows.shape[:-1], weight.out)
+    if vendor:
+        y = vendor_product(codes, scales, weight, dtype)[: len(flat)]
+    else:
+        y = fp8_product(codes[: len(flat)], scales, weight, dtype)
+    return y.view(*rows.shape[:-1], weight.out)

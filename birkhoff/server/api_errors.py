@@ -110,6 +110,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def conflict(message: str, param: str, code: str) -> ApiError:
+    """A 409 error about a name that is taken or in use; a retry would fail the same way."""
+    return ApiError(409, message, code=code, param=param, headers={"x-should-retry": "false"})
+
+
 def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
     """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error."""
     if isinstance(error, ApiError):

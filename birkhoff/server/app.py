@@ -122,7 +122,7 @@ def _routed_app(
     _add_generation_routes(routes, context)
     _add_interp_routes(routes, context, links)
     docs = DocsPage(app.openapi)
-    routes.get("/docs", docs.page, "API page", "All routes with their bodies and examples.", "text/html")
+    routes.get("/docs", docs.page, "API page", "text/html")
     routes.finish()
     return app, links
 
@@ -130,144 +130,45 @@ def _routed_app(
 def _add_service_routes(routes: RouteRegistry, context: ServingContext, metrics: Metrics) -> None:
     page = PageRoutes()
     service = ServiceRoutes(context, metrics)
-    routes.get("/", page.home, "Web page", "The HTML of the web page.", "text/html")
-    routes.get("/favicon.ico", page.icon, "Favicon", "The icon of the web page.", "image/svg+xml")
-    routes.get(
-        "/assets/{name}",
-        page.asset,
-        "Web page asset",
-        "A script, style sheet or image of the web page.",
-        "text/javascript",
-    )
+    routes.get("/", page.home, "Web page", "text/html")
+    routes.get("/favicon.ico", page.icon, "Favicon", "image/svg+xml")
+    routes.get("/assets/{name}", page.asset, "Web page asset", "text/javascript")
     for path in ("/health", "/v1/health"):
-        routes.get(
-            path,
-            service.health,
-            "Health check",
-            "200 once the model is loaded and the engine is alive, else 503. Never waits for the engine.",
-        )
-    routes.get(
-        "/ready",
-        service.ready,
-        "Readiness check",
-        "200 if a request would be admitted now; 503 while loading or draining and when the queue is full.",
-    )
-    routes.get("/version", service.version, "Version", "The version of the server.")
-    routes.get(
-        "/props",
-        service.props,
-        "Model and server properties",
-        "Model dimensions, hooks with their shapes, sampling defaults and limits.",
-    )
-    routes.get(
-        "/slots",
-        service.slots,
-        "Active requests",
-        "Running and waiting requests with their progress. With `fail_on_no_slot=1`, 503 if no slot is free.",
-    )
-    routes.get(
-        "/v1/models", service.models, "List models", "The model that is served, once under each of its names."
-    )
-    routes.get(
-        "/v1/models/{model:path}", service.model, "Get a model", "The served model; 404 for another name."
-    )
+        routes.get(path, service.health, "Health check")
+    routes.get("/ready", service.ready, "Readiness check")
+    routes.get("/version", service.version, "Version")
+    routes.get("/props", service.props, "Model and server properties")
+    routes.get("/slots", service.slots, "Active requests")
+    routes.get("/v1/models", service.models, "List models")
+    routes.get("/v1/models/{model:path}", service.model, "Get a model")
     if context.settings.metrics:
-        routes.get(
-            "/metrics",
-            service.metrics,
-            "Prometheus metrics",
-            "Metrics in the Prometheus text format.",
-            "text/plain",
-        )
-    routes.post(
-        "/v1/requests/{request_id}/cancel",
-        service.cancel,
-        None,
-        "Cancel a request",
-        "Cancels the request with this id. Idempotent: an unknown or finished id is not an error.",
-    )
+        routes.get("/metrics", service.metrics, "Prometheus metrics", "text/plain")
+    routes.post("/v1/requests/{request_id}/cancel", service.cancel, None, "Cancel a request")
 
 
 def _add_generation_routes(routes: RouteRegistry, context: ServingContext) -> None:
     tokens = TokenRoutes(context)
     messages = MessageRoutes(context)
+    routes.post("/v1/chat/completions", ChatRoutes(context).create, ChatBody, "Chat completion")
     routes.post(
-        "/v1/chat/completions",
-        ChatRoutes(context).create,
-        ChatBody,
-        "Chat completion",
-        "OpenAI's chat completions API, with fields for capture, steering and signals.",
+        "/v1/chat/completions/input_tokens", tokens.input_tokens, TemplateBody, "Count chat prompt tokens"
     )
+    routes.post("/v1/completions", CompletionRoutes(context).create, CompletionBody, "Text completion")
+    routes.post("/v1/responses", ResponseRoutes(context).create, ResponsesBody, "Create a response")
+    routes.post("/v1/messages", messages.create, MessagesBody, "Create a message")
+    routes.post("/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, "Count message tokens")
+    routes.post("/v1/embeddings", EmbeddingsRoutes(context).create, EmbeddingsBody, "Embeddings")
     routes.post(
-        "/v1/chat/completions/input_tokens",
-        tokens.input_tokens,
-        TemplateBody,
-        "Count chat prompt tokens",
-        "Number of prompt tokens of a chat completion.",
-    )
-    routes.post(
-        "/v1/completions",
-        CompletionRoutes(context).create,
-        CompletionBody,
-        "Text completion",
-        "OpenAI's completions API: continues one or several prompts of plain text or token ids.",
-    )
-    routes.post(
-        "/v1/responses",
-        ResponseRoutes(context).create,
-        ResponsesBody,
-        "Create a response",
-        "OpenAI's Responses API. Stateless: the whole conversation is sent as `input`.",
-    )
-    routes.post(
-        "/v1/messages", messages.create, MessagesBody, "Create a message", "Anthropic's Messages API."
-    )
-    routes.post(
-        "/v1/messages/count_tokens",
-        messages.count_tokens,
-        CountTokensBody,
-        "Count message tokens",
-        "Number of prompt tokens of a message.",
-    )
-    routes.post(
-        "/v1/embeddings",
-        EmbeddingsRoutes(context).create,
-        EmbeddingsBody,
-        "Embeddings",
-        "Mean or last row of `final_hidden`, or of another hook with one vector per token. The model was not "
-        "trained to embed.",
-    )
-    routes.post(
-        "/completion",
-        LlamaCompletionRoutes(context).create,
-        LlamaCompletionBody,
-        "llama.cpp completion",
-        "Text completion in the format of llama.cpp's server.",
+        "/completion", LlamaCompletionRoutes(context).create, LlamaCompletionBody, "llama.cpp completion"
     )
     ollama = OllamaRoutes(context)
-    routes.post(
-        "/api/chat", ollama.chat, OllamaChatBody, "Ollama chat", "Ollama's chat API; streams lines of JSON."
-    )
-    routes.post(
-        "/api/generate",
-        ollama.generate,
-        OllamaGenerateBody,
-        "Ollama generate",
-        "Ollama's generate API: one prompt in the chat format, or as it is with `raw`.",
-    )
-    routes.get("/api/tags", ollama.tags, "Ollama models", "The served names in Ollama's format.")
-    routes.get("/api/version", ollama.version, "Ollama version", "The version of this server.")
-    routes.post(
-        "/tokenize", tokens.tokenize, TokenizeBody, "Tokenize", "Token ids of a text or a conversation."
-    )
-    routes.post("/detokenize", tokens.detokenize, DetokenizeBody, "Detokenize", "Text of token ids.")
-    routes.post(
-        "/apply-template",
-        tokens.template,
-        TemplateBody,
-        "Apply the chat template",
-        "The prompt text and token ids of a conversation.",
-    )
+    routes.post("/api/chat", ollama.chat, OllamaChatBody, "Ollama chat")
+    routes.post("/api/generate", ollama.generate, OllamaGenerateBody, "Ollama generate")
+    routes.get("/api/tags", ollama.tags, "Ollama models")
+    routes.get("/api/version", ollama.version, "Ollama version")
+    routes.post("/tokenize", tokens.tokenize, TokenizeBody, "Tokenize")
+    routes.post("/detokenize", tokens.detokenize, DetokenizeBody, "Detokenize")
+    routes.post("/apply-template", tokens.template, TemplateBody, "Apply the chat template")
 
 
 def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: SignedLinks) -> None:
@@ -277,173 +178,49 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
     saes = SaeRoutes(context, interp)
     patching = PatchingRoutes(context, interp)
     attribution = AttributionRoutes(context, interp)
-    routes.get(
-        "/v1/interp/schema",
-        interp.schema,
-        "Hook schema",
-        "All hooks of the model with shape, dtype and layers.",
-    )
-    routes.post(
-        "/v1/interp/estimate",
-        interp.estimate,
-        EstimateBody,
-        "Estimate a capture",
-        "Rows and bytes a capture would store, and from which prompt position it must be recomputed.",
-    )
-    routes.post(
-        "/v1/interp/attention",
-        interp.attention,
-        AttentionBody,
-        "Attention weights",
-        "Attention of one position by layer, or with `masses` how it is distributed for all positions.",
-    )
-    routes.post(
-        "/v1/lens",
-        interp.lens,
-        LensBody,
-        "Logit lens",
-        "Top tokens of every stream, their mean and the head's mix at every depth, or the surprisal of the text.",
-    )
-    routes.post(
-        "/v1/attribute",
-        attribution.attribute,
-        AttributeBody,
-        "Attribute a prediction",
-        "Scores of sublayers, streams, experts, features or any hook at every position, by gradients or exact "
-        "patching.",
-    )
-    routes.post(
-        "/v1/circuit",
-        attribution.circuit,
-        CircuitBody,
-        "Find a circuit",
-        "The nodes that a prediction needs, verified by ablating all others, and edges through each stream.",
-    )
-    routes.get("/v1/interp/captures", captures.list_captures, "List captures", "File captures, newest first.")
-    routes.get(
-        "/v1/interp/captures/{capture_id}",
-        captures.get_capture,
-        "Get a capture",
-        "State and entries of a capture. `wait=S` waits up to S seconds for its files.",
-    )
+    routes.get("/v1/interp/schema", interp.schema, "Hook schema")
+    routes.post("/v1/interp/estimate", interp.estimate, EstimateBody, "Estimate a capture")
+    routes.post("/v1/interp/attention", interp.attention, AttentionBody, "Attention weights")
+    routes.post("/v1/lens", interp.lens, LensBody, "Logit lens")
+    routes.post("/v1/attribute", attribution.attribute, AttributeBody, "Attribute a prediction")
+    routes.post("/v1/circuit", attribution.circuit, CircuitBody, "Find a circuit")
+    routes.get("/v1/interp/captures", captures.list_captures, "List captures")
+    routes.get("/v1/interp/captures/{capture_id}", captures.get_capture, "Get a capture")
     routes.get(
         "/v1/interp/captures/{capture_id}/data",
         captures.data,
         "Download a capture",
-        "All rows as one safetensors file. Supports range requests.",
         "application/octet-stream",
     )
+    routes.post("/v1/interp/captures/{capture_id}/link", captures.link, None, "Create a download link")
+    routes.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Slice of a capture")
     routes.post(
-        "/v1/interp/captures/{capture_id}/link",
-        captures.link,
-        None,
-        "Create a download link",
-        "A URL of the capture's data that works for one minute without a key.",
+        "/v1/interp/contrast", ContrastRoutes(context).compare, ContrastBody, "Contrast two sets of texts"
     )
-    routes.get(
-        "/v1/interp/captures/{capture_id}/slice",
-        captures.slice,
-        "Slice of a capture",
-        "Rows of one hook and layer as numbers, subsampled to at most 256 rows and 512 columns.",
-    )
+    routes.get("/v1/saes", saes.list_saes, "List SAEs")
+    routes.post("/v1/interp/features", saes.features, FeaturesBody, "Active SAE features")
+    routes.get("/v1/interp/features/{sae}", saes.search, "Search SAE features")
+    routes.get("/v1/interp/features/{sae}/{feature}", saes.feature, "Get an SAE feature")
+    routes.get("/v1/steering/sae", saes.status, "Get global clamps")
+    routes.post("/v1/steering/sae/set", saes.set, GlobalClampsBody, "Set global clamps")
+    routes.post("/v1/steering/sae/clear", saes.clear, None, "Clear global clamps")
+    routes.post("/v1/patch_sweep", patching.sweep, SweepBody, "Activation-patching sweep")
+    routes.delete("/v1/patch_source/{run}", patching.delete_run, "Delete a stored run")
+    routes.get("/v1/steering", steering.status, "Get global steering")
+    routes.get("/v1/steering/layers", steering.layers, "Steerable layers")
+    routes.post("/v1/steering/set", steering.set, GlobalSteeringBody, "Set global steering")
+    routes.post("/v1/steering/clear", steering.clear, None, "Clear global steering")
+    routes.get("/v1/steering/modules", steering.modules, "List steering modules")
+    routes.post("/v1/steering/modules/register", steering.register, ModuleBody, "Register a steering module")
     routes.post(
-        "/v1/interp/contrast",
-        ContrastRoutes(context).compare,
-        ContrastBody,
-        "Contrast two sets of texts",
-        "How well each layer and stream separates two sets of texts. With `name`, registers the direction.",
-    )
-    routes.get("/v1/saes", saes.list_saes, "List SAEs", "Attached sparse autoencoders with hook and layer.")
-    routes.post(
-        "/v1/interp/features",
-        saes.features,
-        FeaturesBody,
-        "Active SAE features",
-        "The most active features of an SAE at every token of a text.",
-    )
-    routes.get(
-        "/v1/interp/features/{sae}",
-        saes.search,
-        "Search SAE features",
-        "Features with the words `q` in their label, tokens or contexts, best first; at most `limit` (20).",
-    )
-    routes.get(
-        "/v1/interp/features/{sae}/{feature}",
-        saes.feature,
-        "Get an SAE feature",
-        "Label with how it was made and its held-out score, density, contexts, examples and decoder logits of one "
-        "feature.",
-    )
-    routes.get(
-        "/v1/steering/sae", saes.status, "Get global clamps", "SAE clamps that apply to every request."
-    )
-    routes.post(
-        "/v1/steering/sae/set",
-        saes.set,
-        GlobalClampsBody,
-        "Set global clamps",
-        "Sets SAE clamps for every later request. Needs the steering key.",
-    )
-    routes.post(
-        "/v1/steering/sae/clear",
-        saes.clear,
-        None,
-        "Clear global clamps",
-        "Removes the SAE clamps that apply to every request. Needs the steering key.",
-    )
-    routes.post(
-        "/v1/patch_sweep",
-        patching.sweep,
-        SweepBody,
-        "Activation-patching sweep",
-        "Patches activations of a source text into a target text, cell by cell over layers and positions, and "
-        "returns the logit difference of two tokens. Needs the steering key.",
-    )
-    routes.delete(
-        "/v1/patch_source/{run}",
-        patching.delete_run,
-        "Delete a stored run",
-        "Deletes the activations stored by a patching sweep. Needs the steering key.",
-    )
-    routes.get("/v1/steering", steering.status, "Get global steering", "Edits that apply to every request.")
-    routes.get(
-        "/v1/steering/layers", steering.layers, "Steerable layers", "Hooks that can be steered, by layer."
-    )
-    routes.post(
-        "/v1/steering/set",
-        steering.set,
-        GlobalSteeringBody,
-        "Set global steering",
-        "Sets the edits of every later request, in the fields of a call or as `vectors`, `prefill_vectors` and "
-        "`decode_vectors` by hook and layer. Needs the steering key.",
-    )
-    routes.post(
-        "/v1/steering/clear",
-        steering.clear,
-        None,
-        "Clear global steering",
-        "Removes the edits that apply to every request. Needs the steering key.",
-    )
-    routes.get("/v1/steering/modules", steering.modules, "List steering modules", "Registered vectors.")
-    routes.post(
-        "/v1/steering/modules/register",
-        steering.register,
-        ModuleBody,
-        "Register a steering module",
-        "Registers a vector, or vectors by tier, hook and layer, under a name that calls can use. Needs the steering "
-        "key.",
-    )
-    routes.post(
-        "/v1/steering/modules/unregister",
-        steering.unregister,
-        UnregisterBody,
-        "Unregister a steering module",
-        "Removes a registered vector. Needs the steering key.",
+        "/v1/steering/modules/unregister", steering.unregister, UnregisterBody, "Unregister a steering module"
     )
 
 
 class RouteRegistry:
-    """Adds routes to a FastAPI application, with their body models in the OpenAPI document."""
+    """Adds routes to a FastAPI application, with their body models in the OpenAPI document.
+
+    A route is described by the docstring of its handler."""
 
     def __init__(self, app: FastAPI):
         self._app = app
@@ -452,23 +229,14 @@ class RouteRegistry:
             app.add_exception_handler(error_type, _error_response)
         app.add_exception_handler(HTTPException, _routing_error_response)
 
-    def get(
-        self,
-        path: str,
-        handler: Handler,
-        summary: str,
-        description: str,
-        media_type: str = "application/json",
-    ) -> None:
-        self._add(path, handler, "GET", None, summary, description, media_type)
+    def get(self, path: str, handler: Handler, summary: str, media_type: str = "application/json") -> None:
+        self._add(path, handler, "GET", None, summary, media_type)
 
-    def delete(self, path: str, handler: Handler, summary: str, description: str) -> None:
-        self._add(path, handler, "DELETE", None, summary, description)
+    def delete(self, path: str, handler: Handler, summary: str) -> None:
+        self._add(path, handler, "DELETE", None, summary)
 
-    def post(
-        self, path: str, handler: Handler, body: type[RequestBody] | None, summary: str, description: str
-    ) -> None:
-        self._add(path, handler, "POST", body, summary, description)
+    def post(self, path: str, handler: Handler, body: type[RequestBody] | None, summary: str) -> None:
+        self._add(path, handler, "POST", body, summary)
 
     def _add(
         self,
@@ -477,7 +245,6 @@ class RouteRegistry:
         method: str,
         body: type[RequestBody] | None,
         summary: str,
-        description: str,
         media_type: str = "application/json",
     ) -> None:
         error = "MessagesError" if path.startswith("/v1/messages") else "Error"
@@ -503,7 +270,7 @@ class RouteRegistry:
             handler,
             methods=[method],
             summary=summary,
-            description=description,
+            description=" ".join((handler.__doc__ or "").split()),
             response_model=None,
             response_class=Response,
             openapi_extra=extra,
@@ -522,11 +289,12 @@ class RouteRegistry:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
         schemas.pop("ValidationError", None)
+        schemas |= models.get("$defs", {})
         schemas |= {
-            **models.get("$defs", {}),
             "Error": ERROR_SCHEMA,
             "MessagesError": MESSAGES_ERROR_SCHEMA,
-        } | {"OllamaError": OLLAMA_ERROR_SCHEMA}
+            "OllamaError": OLLAMA_ERROR_SCHEMA,
+        }
 
 
 async def _error_response(http: HttpRequest, error: Exception) -> Response:

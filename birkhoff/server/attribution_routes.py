@@ -62,10 +62,13 @@ class AttributionRoutes:
         self._interp = interp
 
     async def attribute(self, http: HttpRequest) -> Response:
+        """Scores of sublayers, streams, experts, features or any hook at every position, by gradients or exact
+        patching."""
         body, _ = await self._context.read_body(http, AttributeBody)
         return await self._run(http, lambda: self._attribute(body))
 
     async def circuit(self, http: HttpRequest) -> Response:
+        """The nodes that a prediction needs, verified by ablating all others, and edges through each stream."""
         body, _ = await self._context.read_body(http, CircuitBody)
         return await self._run(http, lambda: self._circuit(body))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
@@ -40,6 +40,10 @@ class RequestBody(BaseModel):
     @property
     def unknown_fields(self) -> list[str]:
         return list(self.model_extra or ())
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of these names that are not null."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 class StrictBody(RequestBody):

@@ -46,11 +46,13 @@ class CaptureRoutes:
         self._export_lock = asyncio.Lock()
 
     async def list_captures(self) -> Response:
+        """File captures, newest first."""
         index = self._context.capture_index
         captures = await asyncio.to_thread(lambda: [index.describe(each) for each in index.ids()])
         return json_response({"captures": captures})
 
     async def get_capture(self, http: HttpRequest, capture_id: str) -> Response:
+        """State and entries of a capture. `wait=S` waits up to S seconds for its files."""
         if "range" in http.headers or "application/octet-stream" in http.headers.get("accept", ""):
             return await self.data(capture_id)
         wait = _parse_wait(http.query_params.get("wait", "0"))
@@ -61,6 +63,7 @@ class CaptureRoutes:
         return json_response(capture)
 
     async def data(self, capture_id: str) -> Response:
+        """All rows as one safetensors file. Supports range requests."""
         async with self._export_lock:
             path, digest = await asyncio.to_thread(self._export, capture_id)
         headers = {"etag": f'"{digest}"', "cache-control": "private, max-age=3600"}
@@ -69,13 +72,14 @@ class CaptureRoutes:
         )
 
     async def link(self, http: HttpRequest, capture_id: str) -> Response:
+        """A URL of the capture's data that works for one minute without a key."""
         await self._context.read_body(http, EmptyBody, optional=True)
         await asyncio.to_thread(self._context.capture_index.describe, capture_id)  # raises 404 if unknown
         url = self._links.create(f"/v1/interp/captures/{capture_id}/data")
         return json_response({"url": url, "expires_in": LIFETIME_SECONDS})
 
     async def slice(self, http: HttpRequest, capture_id: str) -> Response:
-        """Rows of one entry; wide rows are subsampled to evenly spaced columns."""
+        """Rows of one hook and layer as numbers, subsampled to at most 256 rows and 512 columns."""
         hook = http.query_params.get("hook", "")
         layer = http.query_params.get("layer", "")
         if not layer.isdecimal() or len(layer) > 6:

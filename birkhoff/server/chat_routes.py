@@ -86,6 +86,7 @@ class ChatRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """OpenAI's chat completions API, with fields for capture, steering and signals."""
         body, warnings = await self._context.read_body(http, ChatBody)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
         model = self._context.check_model(body.model)

@@ -12,25 +12,26 @@ OpenAI's has.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
+from birkhoff.server.api_errors import ApiError
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import SamplingFields
 from birkhoff.server.generation import GenerationCall, raise_on_failure, usage
 from birkhoff.server.interp_response import capture_results, response_extras
-from birkhoff.server.sse import DONE, PING, format_event
+from birkhoff.server.sse import DONE, format_event
+from birkhoff.server.stream_formatter import StreamFormatter
 
 Json = dict[str, Any]
 
 
-class ChoicesFormatter(ABC):
+class ChoicesFormatter(StreamFormatter):
     """Renders one call. `head` holds the first fields of the full response, `chunk_head` those of every chunk."""
 
     def __init__(
@@ -41,11 +42,12 @@ class ChoicesFormatter(ABC):
         head: Json,
         chunk_head: Json,
     ):
-        self._context = context
+        super().__init__(context)
         self._generations = generations
         self._body = body
         self._head = head
         self._chunk_head = chunk_head
+        self._final_chunk: Json = {}
 
     @abstractmethod
     def choice(self, index: int, request: Request) -> Json:
@@ -79,49 +81,37 @@ class ChoicesFormatter(ABC):
             response["baseline"] = [self.choice(index, request) for index, request in enumerate(twins)]
         return response | self._extras(call)
 
-    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
-        requests, _ = self._split(call)
-        unfinished = len(call.requests)
-        final_chunk: Json = {}
-        pending = b""
-        try:
-            async for item in call.outputs(ping_seconds):
-                if item is None:
-                    yield PING
-                    continue
-                index, output = item
-                chunks = self._output_chunks(index, output, len(requests))
-                unfinished -= output.last
-                if not unfinished:
-                    final_chunk = chunks.pop()
-                pending += b"".join(map(format_event, chunks))
-                if pending and not call.has_pending:
-                    yield pending
-                    pending = b""
-            if pending:
-                yield pending
-                pending = b""
-            if call.cancelled:
-                return  # the stream ends without an error and without [DONE]
-            yield format_event(final_chunk | await asyncio.to_thread(self._extras, call))
-            options = self._body.stream_options
-            if options is not None and options.include_usage:
-                yield format_event(self._chunk([], usage=self._usage(requests)))
-        except Exception as error:
-            yield pending + format_event(self._context.stream_error(error, call.id).as_json())
+    def start_events(self, call: ActiveCall) -> Iterable[bytes]:
+        self._unfinished = len(call.requests)
+        self._choice_count = len(self._split(call)[0])
+        return ()
+
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        chunks = self._output_chunks(index, output)
+        self._unfinished -= output.last
+        if not self._unfinished:
+            self._final_chunk = chunks.pop()
+        return map(format_event, chunks)
+
+    def end_events(self, call: ActiveCall) -> Iterable[bytes]:
+        yield format_event(self._final_chunk | self._extras(call))
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield format_event(self._chunk([], usage=self._usage(self._split(call)[0])))
         yield DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return format_event(error.as_json()) + DONE
 
     def _split(self, call: ActiveCall) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
         """The requests of the choices, and those of their unsteered twins if there are any."""
         count = len(call.requests) // (2 if self._generations[0].baseline else 1)
         return call.requests[:count], call.requests[count:]
 
-    def _output_chunks(self, index: int, output: RequestOutput, choice_count: int) -> list[Json]:
+    def _output_chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """The chunks of one output; that of the `finish_reason`, if it has ended, is the last."""
-        if output.refused is not None:
-            raise output.refused
         # Twins have indices of their own, because clients join deltas by index.
-        extra: Json = {} if index < choice_count else {"baseline": True}
+        extra: Json = {} if index < self._choice_count else {"baseline": True}
         chunks = []
         if output.computed_prompt_tokens is not None and self._body.return_progress:
             progress = _prompt_progress(output)

@@ -53,6 +53,7 @@ class CompletionRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """OpenAI's completions API: continues one or several prompts of plain text or token ids."""
         body, warnings = await self._context.read_body(http, CompletionBody)
         model = self._context.check_model(body.model)
         generations = await self._context.build(http, body, lambda: self._generations(body, warnings))

@@ -7,18 +7,18 @@ deltas.
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
-from birkhoff.server.api_errors import ApiError
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.context import ServingContext
 from birkhoff.server.generation import GenerationCall, new_id, raise_on_failure
 from birkhoff.server.interp_response import response_extras
+from birkhoff.server.stream_formatter import StreamFormatter
 from birkhoff.text.events import (
     ContentDelta,
     Event,
@@ -105,13 +105,13 @@ class ContentBlocks:
         return ContentBlockDelta("delta", self._open, text)
 
 
-class BlockFormatter(ABC):
+class BlockFormatter(StreamFormatter):
     """Renders a call with one choice as content blocks. Subclasses define the events and the final object."""
 
     tool_prefix: ClassVar[str] = "call_"
 
     def __init__(self, context: ServingContext, generation: GenerationCall):
-        self._context = context
+        super().__init__(context)
         self._generation = generation
         self._blocks = ContentBlocks(self.tool_prefix)
 
@@ -120,20 +120,10 @@ class BlockFormatter(ABC):
         """The complete response object."""
 
     @abstractmethod
-    def ping(self) -> bytes:
-        """The heartbeat of an idle stream."""
-
-    @abstractmethod
-    def start_events(self, request: Request) -> list[bytes]: ...
-
-    @abstractmethod
     def block_events(self, delta: ContentBlockDelta, request: Request) -> list[bytes]: ...
 
     @abstractmethod
-    def end_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]: ...
-
-    @abstractmethod
-    def error_event(self, error: ApiError) -> bytes: ...
+    def final_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]: ...
 
     def full_response(self, call: ActiveCall) -> dict[str, Any]:
         request = call.requests[0]
@@ -143,29 +133,17 @@ class BlockFormatter(ABC):
         self._blocks.finish()
         return self.response(request, self._extras(request))
 
-    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        return self._delta_events(self._blocks.feed(output.parsed), output.request)
+
+    def end_events(self, call: ActiveCall) -> Iterable[bytes]:
         request = call.requests[0]
-        for event in self.start_events(request):
-            yield event
-        try:
-            async for item in call.outputs(ping_seconds):
-                if item is None:
-                    yield self.ping()
-                    continue
-                for delta in self._blocks.feed(item[1].parsed):
-                    for event in self.block_events(delta, request):
-                        yield event
-            if call.cancelled:
-                return
-            raise_on_failure(request)
-            for delta in self._blocks.finish():
-                for event in self.block_events(delta, request):
-                    yield event
-            extras = await asyncio.to_thread(self._extras, request)
-            for event in self.end_events(request, extras):
-                yield event
-        except Exception as error:
-            yield self.error_event(self._context.stream_error(error, call.id))
+        yield from self._delta_events(self._blocks.finish(), request)
+        yield from self.final_events(request, self._extras(request))
+
+    def _delta_events(self, deltas: list[ContentBlockDelta], request: Request) -> Iterator[bytes]:
+        for delta in deltas:
+            yield from self.block_events(delta, request)
 
     def _extras(self, request: Request) -> dict[str, Any]:
         return response_extras([request], self._generation, self._context.capture_index)

@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from birkhoff.analysis.contrast import contrast_rows, vector_of
 from birkhoff.errors import LogitsError
-from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
+from birkhoff.server.api_errors import bad_request, to_api_error
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName
 from birkhoff.server.reply import json_response
-from birkhoff.server.steering_routes import check_steering_key
+from birkhoff.server.steering_routes import check_steering_key, module_taken
 from birkhoff.steering.extract import best
 
 Texts = Annotated[
@@ -46,18 +46,13 @@ class ContrastRoutes:
         self._lock = asyncio.Lock()
 
     async def compare(self, http: HttpRequest) -> Response:
+        """How well each layer and stream separates two sets of texts. With `name`, registers the direction."""
         body, _ = await self._context.read_body(http, ContrastBody)
         engine = self._context.engine
         if body.name is not None:
             check_steering_key(http, self._context.settings)
             if body.name in engine.modules and not body.replace:
-                raise ApiError(
-                    409,
-                    "a module of this name is registered. Say replace, or choose another.",
-                    code="module-taken",
-                    param="name",
-                    headers={"x-should-retry": "false"},
-                )
+                raise module_taken()
         async with self._lock:
             try:
                 return json_response(await asyncio.to_thread(self._compare, body))

@@ -30,6 +30,7 @@ class DocsPage:
         self._document = document
 
     async def page(self) -> Response:
+        """All routes with their bodies and examples."""
         return Response(render(self._document()), media_type="text/html; charset=utf-8")
 
 

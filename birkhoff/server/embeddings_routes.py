@@ -49,6 +49,8 @@ class EmbeddingsRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """Mean or last row of `final_hidden`, or of another hook with one vector per token. The model was not
+        trained to embed."""
         body, warnings = await self._context.read_body(http, EmbeddingsBody)
         model = self._context.check_model(body.model)
         generations = await self._context.build(http, body, lambda: self._generations(body, warnings))

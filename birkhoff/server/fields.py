@@ -26,16 +26,13 @@ ToolList = Annotated[list[dict[str, Any]], Field(max_length=128)]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 # Fields of OpenAI's APIs without effect here: nothing is stored or shared between callers, and there is one tier.
 OPENAI_WITHOUT_EFFECT = frozenset(
-    {
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "user",
-        "metadata",
-    }
+    "store service_tier prompt_cache_key prompt_cache_retention safety_identifier user metadata".split()
 )
+# The sampling options that calls in OpenAI's form share.
+SAMPLING = (
+    "max_tokens temperature top_p top_k min_p n seed stop stop_token_ids min_tokens ignore_eos context "
+    "presence_penalty frequency_penalty repetition_penalty logit_bias"
+).split()
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
@@ -64,8 +61,7 @@ class SteeringFields(RequestBody):
     @property
     def steering_fields(self) -> dict[str, Any]:
         """The steering fields that are set."""
-        names = SteeringFields.model_fields
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return self.given(SteeringFields.model_fields)
 
 
 class InterpFields(SteeringFields):
@@ -119,25 +115,7 @@ class SamplingFields(InterpFields):
             raise bad_request(
                 f"n is {self.n}, this server gives at most {max_choices} answers at a time.", "n"
             )
-        names = (
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "n",
-            "seed",
-            "stop",
-            "stop_token_ids",
-            "min_tokens",
-            "ignore_eos",
-            "context",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-        )
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return self.given(SAMPLING)
 
 
 class JsonSchemaFormat(StrictBody):

@@ -40,7 +40,7 @@ class TierFields(StrictBody):
     @property
     def tiers(self) -> dict[str, Any]:
         """The tiers that are set."""
-        return {name: getattr(self, name) for name in TIER_FIELDS if getattr(self, name) is not None}
+        return self.given(TIER_FIELDS)
 
 
 class TargetBody(StrictBody):

@@ -70,6 +70,7 @@ class InterpRoutes:
         self._worker = ThreadPoolExecutor(1, "analysis")
 
     async def schema(self) -> Response:
+        """All hooks of the model with shape, dtype and layers."""
         engine = self._context.engine
         return json_response(
             {
@@ -81,6 +82,7 @@ class InterpRoutes:
         )
 
     async def estimate(self, http: HttpRequest) -> Response:
+        """Rows and bytes a capture would store, and from which prompt position it must be recomputed."""
         body, _ = await self._context.read_body(http, EstimateBody)
         if body.capture is None:
             raise bad_request("capture: say what would be captured, as in a request.", "capture")
@@ -107,10 +109,12 @@ class InterpRoutes:
         return {consumer: estimate.to_json() for consumer, estimate in estimates.items()}
 
     async def lens(self, http: HttpRequest) -> Response:
+        """Top tokens of every stream, their mean and the head's mix at every depth, or the surprisal of the text."""
         body, _ = await self._context.read_body(http, LensBody)
         return json_response(await self.run_exclusive(http, lambda: self._lens(body)))
 
     async def attention(self, http: HttpRequest) -> Response:
+        """Attention of one position by layer, or with `masses` how it is distributed for all positions."""
         body, _ = await self._context.read_body(http, AttentionBody)
         return json_response(await self.run_exclusive(http, lambda: self._attention(body)))
 

@@ -6,23 +6,27 @@ and no `[DONE]` follows. `n_predict` -1 means up to the end of the context.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
 from birkhoff.output import timings_of
+from birkhoff.server.api_errors import ApiError
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import Seed, SteeringFields, StopString, TokenId, TopP, schema_format
 from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure, stop_reason
-from birkhoff.server.sse import PING, format_event
+from birkhoff.server.sse import format_event
 from birkhoff.server.steering_routes import request_edits
+from birkhoff.server.stream_formatter import StreamFormatter
 
 Json = dict[str, Any]
+SAMPLING = "temperature top_k top_p min_p seed stop presence_penalty frequency_penalty ignore_eos".split()
 
 
 class LlamaCompletionBody(SteeringFields):
@@ -61,6 +65,7 @@ class LlamaCompletionRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """Text completion in the format of llama.cpp's server."""
         body, warnings = await self._context.read_body(http, LlamaCompletionBody)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
         formatter = LlamaCompletionFormatter(self._context, body)
@@ -69,17 +74,7 @@ class LlamaCompletionRoutes:
     def _generation(self, body: LlamaCompletionBody, warnings: list[str]) -> GenerationCall:
         context = self._context
         prompt = context.engine.prompt_ids(body.prompt)
-        names = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "stop",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        sampling: Json = {name: getattr(body, name) for name in (*names, "ignore_eos")}
+        sampling = body.given(SAMPLING)
         sampling["repetition_penalty"] = body.repeat_penalty
         unlimited = body.n_predict is None or body.n_predict < 1
         sampling["max_tokens"] = context.remaining_context(len(prompt)) if unlimited else body.n_predict
@@ -93,11 +88,11 @@ class LlamaCompletionRoutes:
         )
 
 
-class LlamaCompletionFormatter:
+class LlamaCompletionFormatter(StreamFormatter):
     """Renders answers of `/completion`."""
 
     def __init__(self, context: ServingContext, body: LlamaCompletionBody):
-        self._context = context
+        super().__init__(context)
         self._body = body
 
     def full_response(self, call: ActiveCall) -> Json:
@@ -105,30 +100,21 @@ class LlamaCompletionFormatter:
         raise_on_failure(request)
         return self._last(request, parsed_message(request).content, list(request.output_ids))
 
-    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
-        (request,) = call.requests
-        try:
-            async for item in call.outputs(ping_seconds):
-                if item is None:
-                    yield PING
-                    continue
-                _, output = item
-                if output.refused is not None:
-                    raise output.refused
-                text = "".join(token.text for token in output.tokens)
-                ids = [token.token_id for token in output.tokens if token.token_id is not None]
-                if text or ids:
-                    counts = {
-                        "tokens_predicted": len(request.output_ids),
-                        "tokens_evaluated": len(request.prompt_ids),
-                    }
-                    yield format_event({"index": 0, "content": text, "tokens": ids, "stop": False, **counts})
-            if call.cancelled:
-                return
-            raise_on_failure(request)
-            yield format_event(self._last(request, "", []))
-        except Exception as error:
-            yield format_event(self._context.stream_error(error, call.id).as_json())
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        text = "".join(token.text for token in output.tokens)
+        ids = [token.token_id for token in output.tokens if token.token_id is not None]
+        if text or ids:
+            counts = {
+                "tokens_predicted": len(output.request.output_ids),
+                "tokens_evaluated": len(output.request.prompt_ids),
+            }
+            yield format_event({"index": 0, "content": text, "tokens": ids, "stop": False, **counts})
+
+    def end_events(self, call: ActiveCall) -> Iterable[bytes]:
+        return [format_event(self._last(call.requests[0], "", []))]
+
+    def error_event(self, error: ApiError) -> bytes:
+        return format_event(error.as_json())
 
     def _last(self, request: Request, content: str, ids: list[int]) -> Json:
         """A complete answer, or the last event of a stream."""

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from birkhoff.engine.request import Request
 from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat
 from birkhoff.server.chat_routes import Thinking
@@ -91,6 +92,7 @@ class MessageRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """Anthropic's Messages API."""
         body, warnings = await self._context.read_body(http, MessagesBody)
         model = self._context.check_model(body.model)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
@@ -98,15 +100,16 @@ class MessageRoutes:
         return await self._context.run(http, [generation], formatter, bool(body.stream))
 
     async def count_tokens(self, http: HttpRequest) -> Response:
+        """Number of prompt tokens of a message."""
         body, _ = await self._context.read_body(http, CountTokensBody)
         self._context.check_model(body.model)
         return json_response({"input_tokens": len(self._encode(body)[0])})
 
     def _generation(self, body: MessagesBody, warnings: list[str]) -> GenerationCall:
         prompt, mask, tools, thinking = self._encode(body)
-        sampling: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-        sampling |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        sampling = {name: value for name, value in sampling.items() if value is not None}
+        sampling = body.given(("max_tokens", "temperature", "top_p", "top_k", "seed"))
+        if body.stop_sequences:
+            sampling["stop"] = body.stop_sequences
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
         return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
@@ -254,6 +257,7 @@ class MessageFormatter(BlockFormatter):
     """Renders Anthropic `message` objects and their stream events."""
 
     tool_prefix = "toolu_"
+    ping = format_event({"type": "ping"}, "ping")
 
     def __init__(self, context: ServingContext, generation: GenerationCall, model: str, request_id: str):
         super().__init__(context, generation)
@@ -290,18 +294,15 @@ class MessageFormatter(BlockFormatter):
             "cache_read_input_tokens": request.cached_tokens or 0,
         }
 
-    def ping(self) -> bytes:
-        return _event("ping")
-
-    def start_events(self, request: Request) -> list[bytes]:
+    def start_events(self, call: ActiveCall) -> list[bytes]:
         message: dict[str, Any] = {
             **self._head,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(request),
+            "usage": self._usage(call.requests[0]),
         }
-        return [_event("message_start", message=message), _event("ping")]
+        return [_event("message_start", message=message), self.ping]
 
     def block_events(self, delta: ContentBlockDelta, request: Request) -> list[bytes]:
         block = delta.block
@@ -317,7 +318,7 @@ class MessageFormatter(BlockFormatter):
             return [_event("content_block_delta", index=block.index, delta=signature), *events]
         return events
 
-    def end_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]:
+    def final_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]:
         return [
             _event("message_delta", delta=self._stop(request), usage=self._usage(request), **extras),
             _event("message_stop"),

@@ -8,7 +8,7 @@ model in memory have no effect here, where the model is already loaded. A model 
 from __future__ import annotations
 
 import datetime
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -17,9 +17,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff import __version__
+from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
 from birkhoff.output import timings_of
-from birkhoff.server.api_errors import bad_request
+from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat, normalize_messages
@@ -38,6 +39,7 @@ from birkhoff.server.fields import (
 from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import request_edits
+from birkhoff.server.stream_formatter import StreamFormatter
 from birkhoff.text.events import ContentDelta, ParsedMessage, ReasoningDelta
 
 Json = dict[str, Any]
@@ -105,11 +107,13 @@ class OllamaRoutes:
         self._context = context
 
     async def chat(self, http: HttpRequest) -> Response:
+        """Ollama's chat API; streams lines of JSON."""
         body, warnings = await self._context.read_body(http, OllamaChatBody)
         messages = [_chat_message(message, index) for index, message in enumerate(body.messages)]
         return await self._run(http, body, messages, body.tools, "message", warnings)
 
     async def generate(self, http: HttpRequest) -> Response:
+        """Ollama's generate API: one prompt in the chat format, or as it is with `raw`."""
         body, warnings = await self._context.read_body(http, OllamaGenerateBody)
         if body.raw and (body.system or body.think or body.format):
             raise bad_request("raw: a raw prompt has no system text, thinking or format.", "raw")
@@ -118,7 +122,7 @@ class OllamaRoutes:
         return await self._run(http, body, messages, None, "response", warnings)
 
     async def tags(self) -> Response:
-        """The served names, in Ollama's description of a model."""
+        """The served names in Ollama's format."""
         engine = self._context.engine
         details = {
             "format": "safetensors",
@@ -141,6 +145,7 @@ class OllamaRoutes:
         return json_response({"models": models})
 
     async def version(self) -> Response:
+        """The version of this server."""
         return json_response({"version": __version__})
 
     async def _run(
@@ -198,11 +203,13 @@ class OllamaRoutes:
         )
 
 
-class OllamaFormatter:
+class OllamaFormatter(StreamFormatter):
     """Renders answers of `/api/chat` (in the field `message`) and `/api/generate` (in `response`)."""
 
+    ping = b""  # lines of JSON have no heartbeat
+
     def __init__(self, context: ServingContext, model: str, field: str, plain: bool):
-        self._context = context
+        super().__init__(context)
         self._model = model
         self._field = field
         self._plain = plain  # a raw completion, which is not parsed
@@ -214,30 +221,23 @@ class OllamaFormatter:
         part = self._part(parsed.content, parsed.reasoning, _tool_calls(parsed))
         return self._line(part) | self._end(request)
 
-    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        content = "".join(event.text for event in output.parsed if isinstance(event, ContentDelta))
+        thinking = "".join(event.text for event in output.parsed if isinstance(event, ReasoningDelta))
+        if self._plain:
+            content = "".join(token.text for token in output.tokens)
+        if content or thinking:
+            yield _encode(self._line(self._part(content, thinking)) | {"done": False})
+
+    def end_events(self, call: ActiveCall) -> Iterable[bytes]:
         (request,) = call.requests
-        try:
-            async for item in call.outputs(ping_seconds):
-                if item is None:
-                    continue  # lines of JSON have no heartbeat
-                _, output = item
-                if output.refused is not None:
-                    raise output.refused
-                content = "".join(event.text for event in output.parsed if isinstance(event, ContentDelta))
-                thinking = "".join(event.text for event in output.parsed if isinstance(event, ReasoningDelta))
-                if self._plain:
-                    content = "".join(token.text for token in output.tokens)
-                if content or thinking:
-                    yield _encode(self._line(self._part(content, thinking)) | {"done": False})
-            if call.cancelled:
-                return
-            raise_on_failure(request)
-            calls = _tool_calls(parsed_message(request))
-            if calls:
-                yield _encode(self._line(self._part("", "", calls)) | {"done": False})
-            yield _encode(self._line(self._part("", "")) | self._end(request))
-        except Exception as error:
-            yield _encode({"error": self._context.stream_error(error, call.id).message})
+        calls = _tool_calls(parsed_message(request))
+        if calls:
+            yield _encode(self._line(self._part("", "", calls)) | {"done": False})
+        yield _encode(self._line(self._part("", "")) | self._end(request))
+
+    def error_event(self, error: ApiError) -> bytes:
+        return _encode({"error": error.message})
 
     def _part(self, content: str, thinking: str | None, calls: list[Json] | None = None) -> Json:
         """The fields that hold a piece of the answer."""

@@ -33,12 +33,15 @@ class PageRoutes:
         }
 
     async def home(self, http: HttpRequest) -> Response:
+        """The HTML of the web page."""
         return self._file_response(http, "index.html")
 
     async def icon(self, http: HttpRequest) -> Response:
+        """The icon of the web page."""
         return self._file_response(http, "icon.svg")
 
     async def asset(self, http: HttpRequest, name: str) -> Response:
+        """A script, style sheet or image of the web page."""
         return self._file_response(http, name)
 
     def _file_response(self, http: HttpRequest, name: str) -> Response:

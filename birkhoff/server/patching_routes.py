@@ -20,7 +20,7 @@ from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import LogitsError
 from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.site_names import select
-from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
+from birkhoff.server.api_errors import ApiError, bad_request, conflict, to_api_error
 from birkhoff.server.body import StrictBody
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName, TokenId
@@ -57,6 +57,8 @@ class PatchingRoutes:
         self._interp = interp
 
     async def sweep(self, http: HttpRequest) -> Response:
+        """Patches activations of a source text into a target text, cell by cell over layers and positions, and returns
+        the logit difference of two tokens. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, SweepBody)
         try:
@@ -65,6 +67,7 @@ class PatchingRoutes:
             raise to_api_error(error, steered=True) from error
 
     async def delete_run(self, http: HttpRequest, run: str) -> Response:
+        """Deletes the activations stored by a patching sweep. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         if self._context.engine.runs.pop(run, None) is None:
             raise ApiError(404, "there is no kept run of this name.", code="run-unknown")
@@ -94,12 +97,8 @@ class PatchingRoutes:
             )
         name = body.run or "run-" + secrets.token_hex(6)
         if name in engine.runs or len(engine.runs) >= MAX_RUNS:
-            raise ApiError(
-                409,
-                f"a run of this name is kept, or {MAX_RUNS} are. Delete one first.",
-                code="run-taken",
-                param="run",
-                headers={"x-should-retry": "false"},
+            raise conflict(
+                f"a run of this name is kept, or {MAX_RUNS} are. Delete one first.", "run", "run-taken"
             )
         source_run = engine.submit_prompt(source, Capture({body.hook: layers}, "all_prompt"))
         engine.runs[name] = dict(engine.wait_for_acts(source_run))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from birkhoff.engine.request import Request
 from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
 from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
@@ -36,7 +37,7 @@ from birkhoff.server.fields import (
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, new_id, now, token_logprob, usage
-from birkhoff.server.sse import PING, format_event
+from birkhoff.server.sse import format_event
 from birkhoff.server.tools import Tools
 
 
@@ -85,6 +86,7 @@ class ResponseRoutes:
         self._context = context
 
     async def create(self, http: HttpRequest) -> Response:
+        """OpenAI's Responses API. Stateless: the whole conversation is sent as `input`."""
         body, warnings = await self._context.read_body(http, ResponsesBody)
         model = self._context.check_model(body.model)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
@@ -116,7 +118,7 @@ class ResponseRoutes:
             single_call=body.parallel_tool_calls is False,
             response_format=_response_format(body),
         )
-        sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "seed")}
+        sampling = body.given(("temperature", "top_p", "seed"))
         sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
@@ -266,16 +268,13 @@ class ResponseObjectFormatter(BlockFormatter):
             "logprobs": logprobs,
         }
 
-    def ping(self) -> bytes:
-        return PING
-
-    def start_events(self, request: Request) -> list[bytes]:
+    def start_events(self, call: ActiveCall) -> list[bytes]:
         return [
             self._event("response.created", response=self._in_progress),
             self._event("response.in_progress", response=self._in_progress),
         ]
 
-    def end_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]:
+    def final_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]:
         response = self.response(request, extras)
         return [self._event(f"response.{response['status']}", response=response)]
 

@@ -68,7 +68,7 @@ class SaeRoutes:
         self._interp = interp
 
     async def list_saes(self) -> Response:
-        """One entry per SAE; a module with several sites has several."""
+        """Attached sparse autoencoders with hook and layer."""
         registry = self._context.engine.saes.registry
         entries = []
         for name in registry:
@@ -88,7 +88,7 @@ class SaeRoutes:
         return json_response({"saes": entries})
 
     async def features(self, http: HttpRequest) -> Response:
-        """The `k` first active features of every token of a text: by strength, or by strength times -log(density)."""
+        """The most active features of an SAE at every token of a text."""
         body, _ = await self._context.read_body(http, FeaturesBody)
         self._module(body.sae)
         if (body.hook is None) != (body.layer is None):
@@ -124,7 +124,7 @@ class SaeRoutes:
         return json_response({"sae": body.sae, "tokens": tokens})
 
     async def search(self, http: HttpRequest, sae: str) -> Response:
-        """Described features with the words `q`, best first, at most `limit`."""
+        """Features with the words `q` in their label, tokens or contexts, best first; at most `limit` (20)."""
         self._module(sae)
         words, text = http.query_params.get("q", ""), http.query_params.get("limit", "20")
         if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_FOUND:
@@ -138,7 +138,8 @@ class SaeRoutes:
         )
 
     async def feature(self, sae: str, feature: str) -> Response:
-        """Label, statistics and example contexts of one feature, and the logits of its decoder direction."""
+        """Label with how it was made and its held-out score, density, contexts, examples and decoder logits of one
+        feature."""
         (hook, layer), dictionary = next(iter(self._module(sae).saes.items()))
         is_number = feature.isascii() and feature.isdecimal() and len(feature) < 10
         number = int(feature) if is_number else dictionary.total_features
@@ -169,9 +170,11 @@ class SaeRoutes:
         return json_response(fields)
 
     async def status(self) -> Response:
+        """SAE clamps that apply to every request."""
         return json_response(self._context.engine.saes.status())
 
     async def set(self, http: HttpRequest) -> Response:
+        """Sets SAE clamps for every later request. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(
             http, GlobalClampsBody, self._context.settings.max_upload_bytes
@@ -186,6 +189,7 @@ class SaeRoutes:
         return await self.status()
 
     async def clear(self, http: HttpRequest) -> Response:
+        """Removes the SAE clamps that apply to every request. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         await self._context.read_body(http, EmptyBody, optional=True)
         self._context.engine.saes.clear_for_all()

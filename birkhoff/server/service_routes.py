@@ -45,6 +45,7 @@ class ServiceRoutes:
         self._created = int(time.time())
 
     async def health(self) -> Response:
+        """200 once the model is loaded and the engine is alive, else 503. Never waits for the engine."""
         async_engine = self._context.async_engine
         if not async_engine.healthy:
             raise ApiError(503, "the engine has stopped. Start the server again.", code="engine-stopped")
@@ -55,6 +56,7 @@ class ServiceRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
+        """200 if a request would be admitted now; 503 while loading or draining and when the queue is full."""
         if not self._context.async_engine.ready:
             raise ApiError(
                 503, "a call would not be let in now.", code="not-ready", headers={"Retry-After": "2"}
@@ -62,14 +64,17 @@ class ServiceRoutes:
         return json_response({"status": "ready"})
 
     async def version(self) -> Response:
+        """The version of the server."""
         return json_response({"version": __version__})
 
     async def models(self) -> Response:
+        """The model that is served, once under each of its names."""
         return json_response(
             {"object": "list", "data": [self._model_card(name) for name in self._context.model_names]}
         )
 
     async def model(self, model: str) -> Response:
+        """The served model; 404 for another name."""
         return json_response(self._model_card(self._context.check_model(model)))
 
     def _model_card(self, name: str) -> dict[str, Any]:
@@ -84,6 +89,7 @@ class ServiceRoutes:
         }
 
     async def props(self) -> Response:
+        """Model dimensions, hooks with their shapes, sampling defaults and limits."""
         context, engine = self._context, self._context.engine
         config, settings = engine.config, context.settings
         defaults = {
@@ -126,6 +132,7 @@ class ServiceRoutes:
         )
 
     async def slots(self, http: HttpRequest) -> Response:
+        """Running and waiting requests with their progress. With `fail_on_no_slot=1`, 503 if no slot is free."""
         context, async_engine = self._context, self._context.async_engine
         active = async_engine.active_requests
         in_slots = [request for request in active if request.slot is not None]
@@ -155,6 +162,7 @@ class ServiceRoutes:
         return json_response({"slots": context.engine.max_requests, "free": free, "requests": rows})
 
     async def metrics(self) -> Response:
+        """Metrics in the Prometheus text format."""
         active = self._context.async_engine.active_requests
         running = sum(request.slot is not None for request in active)
         self._metrics.running.set(running)
@@ -166,7 +174,7 @@ class ServiceRoutes:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cancel(self, http: HttpRequest, request_id: str) -> Response:
-        """Idempotent: an id that is not running, or never was, gives `cancelled: false`."""
+        """Cancels the request with this id. Idempotent: an unknown or finished id is not an error."""
         await self._context.read_body(http, EmptyBody, optional=True)
         cancelled = self._context.async_engine.cancel_call(request_id)
         return json_response({"id": request_id[:128], "cancelled": cancelled})

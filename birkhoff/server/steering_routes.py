@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from birkhoff.errors import quoted
 from birkhoff.sae.sae_manifest import MODULE_KINDS
-from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.api_errors import ApiError, bad_request, conflict
 from birkhoff.server.body import StrictBody
 from birkhoff.server.fields import ModuleName, Name
 from birkhoff.server.global_steering import GlobalSteering, GlobalSteeringBody, TargetBody, TierFields
@@ -65,10 +65,11 @@ class SteeringRoutes:
         self._global = GlobalSteering()
 
     async def status(self) -> Response:
-        """The edits of the global tier, and the summed vector norms by hook and layer."""
+        """Edits that apply to every request."""
         return json_response(self._global.status(self._context.engine))
 
     async def layers(self) -> Response:
+        """Hooks that can be steered, by layer."""
         engine = self._context.engine
         steerable = [name for name, row in engine.schema.items() if row.steerable]
         last = engine.config.num_hidden_layers - 1
@@ -81,14 +82,16 @@ class SteeringRoutes:
         return json_response({"layers": each})
 
     async def set(self, http: HttpRequest) -> Response:
+        """Sets the edits of every later request, in the fields of a call or as `vectors`, `prefill_vectors` and
+        `decode_vectors` by hook and layer. Needs the steering key."""
         check_steering_key(http, self._context.settings)
-        body, _ = await self._context.read_body(
-            http, GlobalSteeringBody, self._context.settings.max_upload_bytes
-        )
-        reply = await self._context.build(http, body, lambda: self._global.set(body, self._context.engine))
-        return json_response({**reply, **self._global.status(self._context.engine)})
+        context = self._context
+        body, _ = await context.read_body(http, GlobalSteeringBody, context.settings.max_upload_bytes)
+        reply = await context.build(http, body, lambda: self._global.set(body, context.engine))
+        return json_response({**reply, **self._global.status(context.engine)})
 
     async def clear(self, http: HttpRequest) -> Response:
+        """Removes the edits that apply to every request. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, TargetBody, optional=True)
         body.check_target()
@@ -98,11 +101,14 @@ class SteeringRoutes:
     # Modules
 
     async def modules(self) -> Response:
+        """Registered vectors."""
         engine = self._context.engine
         listed = [_module_json(name, engine.modules[name], engine) for name in sorted(engine.modules)]
         return json_response({"modules": listed, "count": len(listed)})
 
     async def register(self, http: HttpRequest) -> Response:
+        """Registers a vector, or vectors by tier, hook and layer, under a name that calls can use. Needs the steering
+        key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, ModuleBody, self._context.settings.max_upload_bytes)
         engine = self._context.engine
@@ -113,13 +119,7 @@ class SteeringRoutes:
             raise bad_request(f"{given} is for the kinds sae_delta and sae_full_reconstruction.", given)
         may_replace = bool(body.tiers) if body.replace is None else body.replace
         if body.name in engine.modules and not may_replace:
-            raise ApiError(
-                409,
-                "a module of this name is registered. Say replace, or choose another.",
-                code="module-taken",
-                param="name",
-                headers={"x-should-retry": "false"},
-            )
+            raise module_taken()
         if body.name not in engine.modules and len(engine.modules) >= MAX_MODULES:
             raise bad_request(
                 f"{MAX_MODULES} modules are registered, and no more are kept. Unregister one first.", "name"
@@ -159,6 +159,7 @@ class SteeringRoutes:
         }
 
     async def unregister(self, http: HttpRequest) -> Response:
+        """Removes a registered vector. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, UnregisterBody)
         engine = self._context.engine
@@ -170,13 +171,7 @@ class SteeringRoutes:
                 404, f"there is no module named {quoted(body.name)}.", code="module-unknown", param="name"
             )
         if self._global.uses(body.name):
-            raise ApiError(
-                409,
-                "the global tier uses this module. Clear it first.",
-                code="module-used",
-                param="name",
-                headers={"x-should-retry": "false"},
-            )
+            raise conflict("the global tier uses this module. Clear it first.", "name", "module-used")
         del engine.modules[body.name]  # running requests keep the vectors they resolved
         return json_response(
             {"status": "ok", "name": body.name, "registered": False, "modules": sorted(engine.modules)}
@@ -202,6 +197,12 @@ def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
             "--steering-api-key.",
             code="steering-key",
         )
+
+
+def module_taken() -> ApiError:
+    return conflict(
+        "a module of this name is registered. Say replace, or choose another.", "name", "module-taken"
+    )
 
 
 def _parse_module(body: ModuleBody, engine: Engine) -> Any:

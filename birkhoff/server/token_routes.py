@@ -52,6 +52,7 @@ class TokenRoutes:
         self._context = context
 
     async def tokenize(self, http: HttpRequest) -> Response:
+        """Token ids of a text or a conversation."""
         body, _ = await self._context.read_body(http, TokenizeBody)
         if body.content is not None and body.prompt is None and body.messages is None:
             return json_response(
@@ -67,6 +68,7 @@ class TokenRoutes:
         return json_response(fields)
 
     async def detokenize(self, http: HttpRequest) -> Response:
+        """Text of token ids."""
         body, _ = await self._context.read_body(http, DetokenizeBody)
         last = self._context.engine.config.vocab_size - 1
         for index, token in enumerate(body.tokens):
@@ -84,6 +86,7 @@ class TokenRoutes:
         return json_response(await self._context.build(http, body, decode))
 
     async def template(self, http: HttpRequest) -> Response:
+        """The prompt text and token ids of a conversation."""
         body, _ = await self._context.read_body(http, TemplateBody)
         ids = await self._context.build(http, body, lambda: self._encode(body))
         return json_response(
@@ -91,6 +94,7 @@ class TokenRoutes:
         )
 
     async def input_tokens(self, http: HttpRequest) -> Response:
+        """Number of prompt tokens of a chat completion."""
         body, _ = await self._context.read_body(http, TemplateBody)
         self._context.check_model(body.model)
         ids = await self._context.build(http, body, lambda: self._encode(body))

@@ -19,10 +19,11 @@ from birkhoff.analysis.logit_attribution import num_heads
 from birkhoff.analysis.metric import resolve_metric
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
 from birkhoff.option_checks import as_int
 from birkhoff.steering.position_rows import align_tokens
-from birkhoff.steering.vector_edits import Patch, ResolvedEdit
+from birkhoff.steering.vector_edits import Patch
 from birkhoff.trace import Trace
 
 if TYPE_CHECKING:

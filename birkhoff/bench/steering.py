@@ -46,8 +46,9 @@ from birkhoff.steering.attention_edits import AttentionEdit
 from birkhoff.steering.call import Call
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.gated_edits import Gate
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.resolver import SteeringResolver
-from birkhoff.steering.vector_edits import Add, Patch, RequestEdit
+from birkhoff.steering.vector_edits import Add, Patch
 
 # Of the ratio to plain.
 LIMITS = {

@@ -47,8 +47,9 @@ from birkhoff.sae.resolver import SaeResolver
 from birkhoff.steering.attention_edits import AttentionEdit
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.gated_edits import Gate
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.resolver import SteeringResolver
-from birkhoff.steering.vector_edits import Add, Patch, RequestEdit
+from birkhoff.steering.vector_edits import Add, Patch
 
 HOOK, OUT = "mhc_streams_pre_attn", "mlp_out"
 SET = 16

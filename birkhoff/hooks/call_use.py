@@ -41,6 +41,10 @@ class CallUse:
     def host(self) -> CallUse:
         return self
 
+    def digest_part(self, key: tuple[str, int], positions: bytes) -> None:
+        """None: equal functions need not have equal effects, so nothing computed with one is shared."""
+        return
+
     def at(self, positions: Sequence[int]) -> CallUse:
         """The use for tokens at these positions."""
         return replace(self, site=replace(self.site, positions=tuple(positions)))

@@ -47,6 +47,11 @@ def float32_bytes(values: Any) -> bytes:
     return (array.astype("<f4") + np.float32(0)).tobytes()  # turns minus zero into zero
 
 
+def int64_bytes(values: Iterable[int]) -> bytes:
+    """Whole numbers as little-endian int64."""
+    return np.asarray(list(values), "<i8").tobytes()
+
+
 def row_digest(row: Any) -> bytes:
     """Digest of the content of a row."""
     return hashlib.sha256(b"birkhoff row 1" + float32_bytes(row)).digest()[:DIGEST_BYTES]

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from birkhoff.hooks.digest import DigestPart, float32_bytes, framed, int64_bytes, number
+
 if TYPE_CHECKING:
     from birkhoff.hooks.gating import GateRun, SiteGate
 
@@ -164,6 +166,27 @@ class SiteEdit:
     def bounds(self) -> tuple[float, float]:
         """`low` and `high`, infinite where there is none."""
         return -torch.inf if self.low is None else self.low, torch.inf if self.high is None else self.high
+
+    def digest_part(self, key: tuple[str, int], positions: bytes) -> DigestPart:
+        """Canonical bytes of the edit at one site, for the tokens that `positions` describes; empty for all.
+
+        Operation, hook, layer, path, streams, flags, the vector as float32, scale and bounds as float64 (a scale of 1
+        is omitted), and the positions; absent fields add nothing. Vectors enter by content, not by name."""
+        hook, layer = key
+        flags = bytes([self.norm_match, self.post_mix])
+        streams = b"" if self.streams is None else ",".join(map(str, self.streams)).encode()
+        scale = b"" if self.scale == 1 else number(self.scale)
+        bounds = framed(number(self.low), number(self.high)) if self.op in ("clamp", "bound") else b""
+        patched = b"" if self.positions is None else int64_bytes(self.positions)
+        more: list[bytes] = []  # what most edits do not have
+        if self.entries is not None or self.renormalise:
+            entries = b"" if self.entries is None else int64_bytes(self.entries)
+            more = [entries, bytes([self.renormalise])]
+        if self.gate is not None:
+            more = [*(more or [b"", b""]), self.gate.content]
+        site = (hook.encode(), str(layer).encode(), self.path.encode(), streams, flags)
+        numbers = (float32_bytes(self.vector), scale, bounds, positions, patched)
+        return DigestPart(self.op, framed(*site, *numbers, *more))
 
     def constant(self, width: int) -> torch.Tensor:
         """The whole-row vector that a plain add adds, [width] float32."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from birkhoff.hooks.digest import Phase, framed
+from birkhoff.hooks.digest import Phase, framed, int64_bytes
 from birkhoff.hooks.selector import PositionSelector
 
 Phases = Literal["both", "prefill", "decode"]
@@ -59,4 +59,4 @@ def with_tokens(signature: bytes, tokens: frozenset[int] | None) -> bytes:
     """Canonical bytes of selected positions that are limited to some tokens."""
     if tokens is None:
         return signature
-    return framed(signature, hashlib.sha256(np.asarray(sorted(tokens), "<i8").tobytes()).digest())
+    return framed(signature, hashlib.sha256(int64_bytes(sorted(tokens))).digest())

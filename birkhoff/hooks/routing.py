@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from birkhoff.hooks.digest import DigestPart, float32_bytes, framed
 from birkhoff.hooks.edit import GraphSplice, Op, Path, Routing, SiteContext
 from birkhoff.hooks.gating import SiteGate
 
@@ -65,6 +67,19 @@ class ExpertUse:
     path: Path = "both"
     needs_post: bool = False
     gate: SiteGate | None = None
+
+    def digest_part(self, key: tuple[str, int], positions: bytes) -> DigestPart:
+        hook, layer = key
+        gates = [] if self.gate is None else [self.gate.content]
+        return DigestPart(
+            "patch", framed(hook.encode(), str(layer).encode(), self._content, positions, *gates)
+        )
+
+    @cached_property
+    def _content(self) -> bytes:
+        given = ~self.numbers[2].isnan()
+        parts = (*self.numbers[:2], given.float(), torch.where(given, self.numbers[2], 0.0))
+        return framed(*map(float32_bytes, parts))
 
 
 def merge(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:

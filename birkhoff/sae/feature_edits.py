@@ -12,19 +12,19 @@ plan carries; `check_together` refuses edits that write one feature twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Self
 
 from birkhoff.errors import SaeError, SiteError, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import DigestPart, Phase, framed
 from birkhoff.hooks.edit import Op
-from birkhoff.hooks.gating import SiteGate
-from birkhoff.hooks.phases import PHASES, covers, every_generated, of_tokens, offsets, with_tokens
+from birkhoff.hooks.phases import PHASES, covers
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.hooks.selector import bind
 from birkhoff.sae.clamps import FeatureClamp, parse_clamp, resolve_clamps
 from birkhoff.sae.registry import Attached, SaeRegistry, Written
 from birkhoff.sae.splice import SaeUse
@@ -126,7 +126,8 @@ class _SaeEdit:
             op: Op = "full" if module.kind == "full" else "delta"
             uses[key] = SaeUse(host, row, op, path, self._error(), self.streams)
         selector = None if self.where is None else bind(self.where, prompt, max_tokens, "where")
-        return ResolvedSae(module, uses, selector, self.phase, _rank(registry, module))
+        rank = _rank(registry, module)
+        return ResolvedSae(uses, selector, self.phase, module=module, rank=rank)
 
     def _error(self) -> str:
         return "keep"
@@ -173,62 +174,28 @@ class SaeReconstruct(_SaeEdit):
         return {key: [] for key in module.saes} | super()._clamps_at(module, schema, num_layers)
 
 
-@dataclass(frozen=True, eq=False)
-class ResolvedSae:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ResolvedSae(ResolvedEdit):
     """An edit as a plan carries it."""
 
     module: Attached
-    sites: Mapping[Key, SaeUse]
-    selector: PositionSelector | None
-    phase: str
     rank: tuple[int, ...]  # its order among the modules at each site: it runs on the result of earlier ones
-    tokens: frozenset[int] | None = None  # only these token ids
-    gate: SiteGate | None = None
 
-    def gated(self, gate: SiteGate | frozenset[int]) -> ResolvedSae:
-        """The edit where a gate is open."""
-        if isinstance(gate, frozenset):
-            return replace(self, tokens=gate)
-        for key in self.sites:
-            gate.check_before(key)
-        return replace(
-            self, sites={key: replace(use, gate=gate) for key, use in self.sites.items()}, gate=gate
+    def _digest_part(self, key: Key, site: SaeUse, selected: bytes) -> DigestPart:
+        hook, layer = key
+        content = framed(
+            hook.encode(),
+            str(layer).encode(),
+            self.module.saes[key].digest.encode(),
+            site.path.encode(),
+            site.error.encode(),
+            b"" if site.streams is None else bytes(site.streams),
+            repr(self.rank).encode(),
+            selected,
+            site.row.content,
+            *([] if site.gate is None else [site.gate.content]),
         )
-
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
-        return of_tokens(selected, token_ids, self.tokens)
-
-    @property
-    def generated(self) -> bool | None:
-        every = every_generated(self.phase, self.selector)
-        return None if every and self.tokens is not None else every
-
-    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        if not covers(self.phase, phase):
-            return ()
-        positions = b"" if self.selector is None else self.selector.signature(phase)
-        if positions is None:
-            return ()
-        parts = []
-        positions = with_tokens(positions, self.tokens)
-        gates = [] if self.gate is None else [self.gate.content]
-        for (hook, layer), use in self.sites.items():
-            streams = b"" if use.streams is None else bytes(use.streams)
-            content = framed(
-                hook.encode(),
-                str(layer).encode(),
-                self.module.saes[hook, layer].digest.encode(),
-                use.path.encode(),
-                use.error.encode(),
-                streams,
-                repr(self.rank).encode(),
-                positions,
-                use.row.content,
-                *gates,
-            )
-            parts.append(DigestPart("full" if use.op == "full" else "delta", content))
-        return parts
+        return DigestPart("full" if site.op == "full" else "delta", content)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -263,8 +230,8 @@ class ResolvedSae:
             description["error_term"] = use.error
         sites = [f"{hook}[{layer}]" for hook, layer in self.sites]
         gates: dict[str, Any] = {}
-        if self.gate is not None:
-            gates = {"gates": {"reads": f"{self.gate.key[0]}[{self.gate.key[1]}]"}}
+        if use.gate is not None:
+            gates = {"gates": {"reads": f"{use.gate.key[0]}[{use.gate.key[1]}]"}}
         elif self.tokens is not None:
             gates = {"gates": {"tokens": len(self.tokens)}}
         return {"features": description | {"sites": sites, "path": use.path}, **gates}
@@ -273,7 +240,7 @@ class ResolvedSae:
 def check_together(edits: Sequence[ResolvedSae]) -> None:
     """Refuse edits that write the same feature in the same phase, including those of all requests."""
     seen: dict[Written, ResolvedSae] = {}
-    gated = [edit.module.name for edit in edits if edit.gate is not None]
+    gated = [edit.module.name for edit in edits if any(use.gate is not None for use in edit.sites.values())]
     twice = next((name for name in gated if gated.count(name) > 1), None)
     if twice is not None:
         raise SaeError(

@@ -6,10 +6,12 @@ oversized calls are refused before any work is done; the meaning of a value is c
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody, StrictBody
 
@@ -28,11 +30,8 @@ ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 OPENAI_WITHOUT_EFFECT = frozenset(
     "store service_tier prompt_cache_key prompt_cache_retention safety_identifier user metadata".split()
 )
-# The sampling options that calls in OpenAI's form share.
-SAMPLING = (
-    "max_tokens temperature top_p top_k min_p n seed stop stop_token_ids min_tokens ignore_eos context "
-    "presence_penalty frequency_penalty repetition_penalty logit_bias"
-).split()
+# Sampling options that a body passes on by name. Every dialect has a form of its own for `logprobs`.
+SAMPLING = [each.name for each in fields(SamplingParams) if each.name != "logprobs"]
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
@@ -115,7 +114,7 @@ class SamplingFields(InterpFields):
             raise bad_request(
                 f"n is {self.n}, this server gives at most {max_choices} answers at a time.", "n"
             )
-        return self.given(SAMPLING)
+        return sampling_fields(self)
 
 
 class JsonSchemaFormat(StrictBody):
@@ -128,6 +127,11 @@ class JsonSchemaFormat(StrictBody):
 class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+
+
+def sampling_fields(body: RequestBody) -> dict[str, Any]:
+    """The sampling options of a body that are set, as keyword arguments of `Engine.requests`."""
+    return body.given(name for name in SAMPLING if name in type(body).model_fields)
 
 
 def refuse_baseline(body: InterpFields) -> None:
@@ -145,16 +149,16 @@ def schema_format(schema: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
-def spread_extra_body(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def spread_extra_body(body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Merge a literal `extra_body` object into the top level, where clients should have put its fields.
 
     Returns the fields and a warning if there was one."""
-    if "extra_body" not in fields:
-        return fields, []
-    extra = fields["extra_body"]
+    if "extra_body" not in body:
+        return body, []
+    extra = body["extra_body"]
     if not isinstance(extra, dict):
         raise bad_request("extra_body: expected an object.", "extra_body")
-    outer = {key: value for key, value in fields.items() if key != "extra_body"}
+    outer = {key: value for key, value in body.items() if key != "extra_body"}
     for key in extra:
         if key in outer:
             raise bad_request(

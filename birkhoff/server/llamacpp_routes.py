@@ -19,14 +19,21 @@ from birkhoff.output import timings_of
 from birkhoff.server.api_errors import ApiError
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import Seed, SteeringFields, StopString, TokenId, TopP, schema_format
+from birkhoff.server.fields import (
+    Seed,
+    SteeringFields,
+    StopString,
+    TokenId,
+    TopP,
+    sampling_fields,
+    schema_format,
+)
 from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure, stop_reason
 from birkhoff.server.sse import format_event
 from birkhoff.server.steering_routes import request_edits
 from birkhoff.server.stream_formatter import StreamFormatter
 
 Json = dict[str, Any]
-SAMPLING = "temperature top_k top_p min_p seed stop presence_penalty frequency_penalty ignore_eos".split()
 
 
 class LlamaCompletionBody(SteeringFields):
@@ -74,7 +81,7 @@ class LlamaCompletionRoutes:
     def _generation(self, body: LlamaCompletionBody, warnings: list[str]) -> GenerationCall:
         context = self._context
         prompt = context.engine.prompt_ids(body.prompt)
-        sampling = body.given(SAMPLING)
+        sampling = sampling_fields(body)
         sampling["repetition_penalty"] = body.repeat_penalty
         unlimited = body.n_predict is None or body.n_predict < 1
         sampling["max_tokens"] = context.remaining_context(len(prompt)) if unlimited else body.n_predict

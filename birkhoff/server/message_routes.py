@@ -32,6 +32,7 @@ from birkhoff.server.fields import (
     ToolList,
     TopP,
     refuse_baseline,
+    sampling_fields,
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, new_id, stop_reason
@@ -107,7 +108,7 @@ class MessageRoutes:
 
     def _generation(self, body: MessagesBody, warnings: list[str]) -> GenerationCall:
         prompt, mask, tools, thinking = self._encode(body)
-        sampling = body.given(("max_tokens", "temperature", "top_p", "top_k", "seed"))
+        sampling = sampling_fields(body)
         if body.stop_sequences:
             sampling["stop"] = body.stop_sequences
         arguments = self._context.interp_arguments(body)

@@ -34,6 +34,7 @@ from birkhoff.server.fields import (
     StopString,
     ToolList,
     TopP,
+    sampling_fields,
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure
@@ -65,13 +66,12 @@ class OllamaOptions(RequestBody):
 
     def sampling_arguments(self) -> Json:
         """The options that are set, as keyword arguments of `Engine.requests`. -1 and -2 tokens mean no limit."""
-        fields = self.model_dump(exclude_none=True, exclude=set(self.model_extra or ()))
-        count = fields.pop("num_predict", None)
-        if count is not None and count > 0:
-            fields["max_tokens"] = count
-        if "repeat_penalty" in fields:
-            fields["repetition_penalty"] = fields.pop("repeat_penalty")
-        return fields
+        sampling = sampling_fields(self)
+        if self.num_predict is not None and self.num_predict > 0:
+            sampling["max_tokens"] = self.num_predict
+        if self.repeat_penalty is not None:
+            sampling["repetition_penalty"] = self.repeat_penalty
+        return sampling
 
 
 class OllamaFields(SteeringFields):

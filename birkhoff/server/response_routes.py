@@ -34,6 +34,7 @@ from birkhoff.server.fields import (
     TopP,
     refuse_baseline,
     refuse_verbosity,
+    sampling_fields,
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, new_id, now, token_logprob, usage
@@ -118,7 +119,7 @@ class ResponseRoutes:
             single_call=body.parallel_tool_calls is False,
             response_format=_response_format(body),
         )
-        sampling = body.given(("temperature", "top_p", "seed"))
+        sampling = sampling_fields(body)
         sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0

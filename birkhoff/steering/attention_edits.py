@@ -16,28 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.attention_change import AttentionChange, Blocks, Ranges, ranges_of
-from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.field_paths import check_keys
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers, with_tokens
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.hooks.selector import bind
 from birkhoff.hooks.site_names import layers_with
 from birkhoff.hooks.sites import ATTN_HEAD_OUT, ATTN_WEIGHTS, ENTRY_TOKENS, INDEX_BLOCKS
 from birkhoff.option_checks import as_int
-from birkhoff.steering.gated_edits import Gate, gate_report
-from birkhoff.steering.hashes import site_part
-from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
+from birkhoff.steering.gated_edits import Gate
+from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import finite_number
 
 HEAD_OUT, WEIGHTS = ATTN_HEAD_OUT.name, ATTN_WEIGHTS.name
@@ -223,7 +221,7 @@ class AttentionEdit(RequestEdit):
         put = object.__setattr__
         if self.layers is None:
             raise SteeringError("AttentionEdit says no layers. Give layers=[...] or 'all'.")
-        self._parse()
+        parse_fields(self)
         if self.when is not None:
             put(self, "when", Gate.parse(self.when))
         put(self, "heads", None if self.heads is None else _numbers(self.heads, "heads"))
@@ -272,7 +270,7 @@ class AttentionEdit(RequestEdit):
         modules: Mapping[str, Any],
         prompt: Sequence[int] | int | None,
         max_tokens: int,
-    ) -> ResolvedAttention:
+    ) -> ResolvedEdit:
         if HEAD_OUT not in schema:
             raise SteeringError(
                 "AttentionEdit needs a model of the V4 architecture on our own engine; this model has no "
@@ -295,10 +293,14 @@ class AttentionEdit(RequestEdit):
             change = self._change(prompt, max_tokens)
             if change != AttentionChange(self.heads):  # otherwise it changes nothing
                 sites = {(WEIGHTS, layer): change for layer in layers}
-        selector = (
-            None if self.where is None or prompt is None else bind(self.where, prompt, max_tokens, "where")
+        fields = self.to_json()
+        names = ("heads", "mask", "blocks", "sink", "entries")
+        report = {name: fields[name] for name in names if name in fields} | {"layers": list(layers)}
+        selector = bound(self.where, prompt, max_tokens)
+        heads_only = self.takes_out_heads
+        return ResolvedAttention(
+            sites, selector, self.phase, report={"attention": report}, takes_out_heads=heads_only
         )
-        return ResolvedAttention(self, tuple(layers), sites, selector, self.phase)
 
     def _change(self, prompt: Sequence[int] | int, max_tokens: int) -> AttentionChange:
         values: dict[str, Any] = {"heads": self.heads}
@@ -318,54 +320,18 @@ class AttentionEdit(RequestEdit):
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedAttention(ResolvedAtPositions):
-    """An edit of attention as a plan carries it."""
+class ResolvedAttention(ResolvedEdit):
+    """`takes_out_heads`: it replaces rows of heads, so that a gate which reads a row can limit it."""
 
-    edit: AttentionEdit
-    layers: tuple[int, ...]
-    sites: Mapping[Key, SiteEdit | AttentionChange]
-    selector: PositionSelector | None
-    phase: str
-    tokens: frozenset[int] | None = None
-    gate_report: Mapping[str, Any] | None = None
+    takes_out_heads: bool = False
 
-    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedAttention:
-        """The edit where a gate is open."""
-        report = gate_report(gate, when)
-        if isinstance(gate, frozenset):
-            return replace(self, tokens=gate, gate_report=report)
-        if not self.edit.takes_out_heads:
+    def gated(self, gate: SiteGate | frozenset[int], gate_report: Mapping[str, Any] | None = None) -> Self:
+        if not isinstance(gate, frozenset) and not self.takes_out_heads:
             raise SteeringError(
                 "the gate reads a row, but the keys, blocks, entries and sink that a token attends to are set before "
                 "the layers run. Take out heads, or gate by tokens: Gate(tokens=...)."
             )
-        sites: dict[Key, SiteEdit | AttentionChange] = {}
-        for key, change in self.sites.items():
-            assert isinstance(change, SiteEdit)
-            gate.check_before(key)
-            sites[key] = replace(change, gate=gate)
-        return replace(self, sites=sites, gate_report=report)
-
-    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        positions = b"" if self.selector is None else self.selector.signature(phase)
-        if not covers(self.phase, phase) or positions is None:
-            return ()
-        positions = with_tokens(positions, self.tokens)
-        return [
-            change.digest_part(key, positions)
-            if isinstance(change, AttentionChange)
-            else site_part(key, change, positions)
-            for key, change in self.sites.items()
-        ]
-
-    def describe(self) -> dict[str, Any]:
-        fields = self.edit.to_json()
-        names = ("heads", "mask", "blocks", "sink", "entries")
-        return {
-            "attention": {name: fields[name] for name in names if name in fields}
-            | {"layers": list(self.layers)},
-            **({} if self.gate_report is None else {"gates": self.gate_report}),
-        }
+        return super().gated(gate, gate_report)
 
 
 def _positions_of(text: str, ids: Sequence[int], pieces: Pieces | None, path: str) -> tuple[int, ...]:

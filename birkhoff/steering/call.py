@@ -20,14 +20,10 @@ import torch
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.call_use import CallSite, CallUse
-from birkhoff.hooks.digest import DigestPart, Phase
-from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.plan import Key
-from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector, bind
-from birkhoff.steering.request_edit import ResolvedAtPositions
+from birkhoff.steering.request_edit import bound, parse_fields
 from birkhoff.steering.vector_edits import PATHS
 
 
@@ -43,7 +39,6 @@ class Call:
     path: str = "both"
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
         if not callable(self.fn):
             raise SteeringError(
                 f"fn is {quoted(self.fn)}, expected a function of rows: Call(fn, hook, layers)."
@@ -51,16 +46,11 @@ class Call:
         _with_site(self.fn)  # refuses functions that cannot be called with rows
         if not isinstance(self.hook, str):
             raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
-        put(self, "layers", parse_layers(self.layers))
-        if self.where is not None:
-            put(self, "where", parse_positions(self.where, "where"))
-        for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
-            if value not in allowed:
-                raise SteeringError(f"{name} is {quoted(value)}, expected one of {', '.join(allowed)}.")
+        parse_fields(self, path=PATHS)
 
     def resolve(
         self, schema: Mapping[str, HookSchema], num_layers: int, prompt: Sequence[int] | None, max_tokens: int
-    ) -> ResolvedCall:
+    ) -> ResolvedEdit:
         """Resolve against one model and one prompt. All errors of the edit are raised here."""
         why = site_names.refusal(self.hook, schema)
         if why is not None:
@@ -82,26 +72,8 @@ class Call:
                 )
             path: Any = self.path if hook.startswith("mhc_streams") else "both"
             sites[hook, at] = CallUse(fn, CallSite(hook, at), path)
-        selector = None
-        if prompt is not None and self.where is not None:
-            selector = bind(self.where, prompt, max_tokens, "where")
-        return ResolvedCall(sites, selector, self.phase)
-
-
-@dataclass(frozen=True, eq=False)
-class ResolvedCall(ResolvedAtPositions):
-    """A `Call` as a plan carries it."""
-
-    sites: Mapping[Key, CallUse]
-    selector: PositionSelector | None
-    phase: str
-
-    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        """None: equal functions need not have equal effects, so nothing computed with one is shared."""
-        return ()
-
-    def describe(self) -> dict[str, Any]:
-        return {"functions": ", ".join(f"{hook}[{layer}]" for hook, layer in self.sites)}
+        report = {"functions": ", ".join(f"{hook}[{layer}]" for hook, layer in sites)}
+        return ResolvedEdit(sites, bound(self.where, prompt, max_tokens), self.phase, report=report)
 
 
 def split_calls(steer: Any) -> tuple[Any, list[Call]]:

@@ -12,25 +12,20 @@ tokens where a gate is open; a layer takes one edit with a gate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from birkhoff.errors import SteeringError, quoted
-from birkhoff.hooks.digest import DigestPart, Phase, float32_bytes, framed
-from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.phases import covers, with_tokens
-from birkhoff.hooks.plan import Key
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.routing import ExpertUse, RouterHost
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import MOE_TOPK
 from birkhoff.option_checks import as_int
-from birkhoff.steering.gated_edits import Gate, gate_report
-from birkhoff.steering.request_edit import RequestEdit, ResolvedAtPositions
+from birkhoff.steering.gated_edits import Gate
+from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import finite_number
 
 FORCE, BAN = 1.0, -1.0
@@ -59,7 +54,7 @@ class ExpertSet(RequestEdit):
             put(self, name, _numbers(getattr(self, name), name))
         if self.layers is None:
             raise SteeringError("ExpertSet says no layers. Give layers=[...] or 'all'.")
-        self._parse()
+        parse_fields(self)
         if self.when is not None:
             put(self, "when", Gate.parse(self.when))
         if not (self.force or self.ban or self.add or self.weights):
@@ -82,7 +77,7 @@ class ExpertSet(RequestEdit):
         modules: Mapping[str, Any],
         prompt: Sequence[int] | int | None,
         max_tokens: int,
-    ) -> ResolvedExperts:
+    ) -> ResolvedEdit:
         if "moe_router_logits" not in schema or self.op not in schema[MOE_TOPK.name].edits:
             raise SteeringError(
                 "ExpertSet edits the router of a DeepSeek-V4 model, and this model has none that can be edited."
@@ -93,10 +88,11 @@ class ExpertSet(RequestEdit):
         use = ExpertUse(numbers, RouterHost(experts, topk))
         nothing = not numbers[:2].any() and bool(numbers[2].isnan().all())
         sites = {} if nothing else {(MOE_TOPK.name, layer): use for layer in layers}
-        selector = (
-            None if self.where is None or prompt is None else bind(self.where, prompt, max_tokens, "where")
-        )
-        return ResolvedExperts(self, tuple(layers), sites, selector, self.phase)
+        fields = self.to_json()
+        names = ("force", "ban", "add", "weights")
+        report = {name: fields[name] for name in names if name in fields} | {"layers": list(layers)}
+        selector = bound(self.where, prompt, max_tokens)
+        return ResolvedEdit(sites, selector, self.phase, report={"experts": report})
 
     def _row(self, experts: int, topk: int) -> torch.Tensor:
         """The edit of one row: [3, experts]."""
@@ -120,63 +116,12 @@ class ExpertSet(RequestEdit):
         return row
 
 
-@dataclass(frozen=True, eq=False)
-class ResolvedExperts(ResolvedAtPositions):
-    """An edit of the router as a plan carries it."""
-
-    edit: ExpertSet
-    layers: tuple[int, ...]
-    sites: Mapping[Key, ExpertUse]
-    selector: PositionSelector | None
-    phase: str
-    tokens: frozenset[int] | None = None
-    gate: SiteGate | None = None
-    gate_report: Mapping[str, Any] | None = None
-
-    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedExperts:
-        """The edit where a gate is open."""
-        report = gate_report(gate, when)
-        if isinstance(gate, frozenset):
-            return replace(self, tokens=gate, gate_report=report)
-        for key in self.sites:
-            gate.check_before(key)
-        sites = {key: replace(use, gate=gate) for key, use in self.sites.items()}
-        return replace(self, sites=sites, gate=gate, gate_report=report)
-
-    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        positions = b"" if self.selector is None else self.selector.signature(phase)
-        if not covers(self.phase, phase) or positions is None:
-            return ()
-        parts = [self._content, with_tokens(positions, self.tokens)]
-        parts += [] if self.gate is None else [self.gate.content]
-        return [
-            DigestPart("patch", framed(hook.encode(), str(layer).encode(), *parts))
-            for hook, layer in self.sites
-        ]
-
-    @cached_property
-    def _content(self) -> bytes:
-        numbers = next(iter(self.sites.values())).numbers
-        given = ~numbers[2].isnan()
-        parts = (numbers[0], numbers[1], given.float(), torch.where(given, numbers[2], 0.0))
-        return framed(*map(float32_bytes, parts))
-
-    def describe(self) -> dict[str, Any]:
-        fields = self.edit.to_json()
-        return {
-            "experts": {name: fields[name] for name in ("force", "ban", "add", "weights") if name in fields}
-            | {"layers": list(self.layers)},
-            **({} if self.gate_report is None else {"gates": self.gate_report}),
-        }
-
-
-def check_gates(edits: Sequence[Any]) -> None:
+def check_gates(edits: Sequence[ResolvedEdit]) -> None:
     """Refuse two edits of one router with gates: which experts a token gets then depends on both."""
     seen: set[int] = set()
     for edit in edits:
-        layers = (
-            {layer for _, layer in edit.sites} if isinstance(edit, ResolvedExperts) and edit.gate else set()
-        )
+        uses = edit.sites.items()
+        layers = {layer for (_, layer), use in uses if isinstance(use, ExpertUse) and use.gate is not None}
         if seen & layers:
             raise SteeringError(
                 f"two edits of the router of layer {min(seen & layers)} have a gate, expected one. Join them, or leave "

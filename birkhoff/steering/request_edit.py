@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Self
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.phases import PHASES, every_generated, of_tokens, offsets
-from birkhoff.hooks.plan import Edit, Key
+from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector
+from birkhoff.hooks.selector import PositionSelector, bind
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,6 @@ class RequestEdit:
             )
         return cls(**values)
 
-    def _parse(self, **choices: Sequence[str]) -> None:
-        """Parse `layers` and `where` and check fields that are one of a few words: `phase` and those in `choices`."""
-        put = object.__setattr__
-        values = vars(self)
-        if values.get("layers") is not None:
-            put(self, "layers", parse_layers(values["layers"]))
-        if values.get("where") is not None:
-            put(self, "where", parse_positions(values["where"], "where"))
-        for name, allowed in {"phase": PHASES, **choices}.items():
-            if values[name] not in allowed:
-                raise SteeringError(
-                    f"{name} is {quoted(values[name])}, expected one of {', '.join(allowed)}."
-                )
-
     def resolve(
         self,
         schema: Mapping[str, HookSchema],
@@ -73,28 +59,24 @@ class RequestEdit:
         modules: Mapping[str, Any],
         prompt: Sequence[int] | int | None,
         max_tokens: int,
-    ) -> Edit:
+    ) -> ResolvedEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
         raise AssertionError("implemented by every kind of edit")
 
 
-class ResolvedAtPositions:
-    """The part of a resolved edit that says which tokens it applies to: those of a phase that a selector chose."""
+def parse_fields(edit: Any, **choices: Sequence[str]) -> None:
+    """Parse `layers` and `where` of an edit and check fields that are one of a few words: `phase` and `choices`."""
+    values = vars(edit)
+    if values.get("layers") is not None:
+        object.__setattr__(edit, "layers", parse_layers(values["layers"]))
+    if values.get("where") is not None:
+        object.__setattr__(edit, "where", parse_positions(values["where"], "where"))
+    for name, allowed in {"phase": PHASES, **choices}.items():
+        if values[name] not in allowed:
+            raise SteeringError(f"{name} is {quoted(values[name])}, expected one of {', '.join(allowed)}.")
 
-    sites: Mapping[Key, Any]
-    selector: PositionSelector | None
-    phase: str
-    tokens: frozenset[int] | None = None  # only these token ids
 
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        if not self.sites:
-            return ()
-        return of_tokens(
-            offsets(self.phase, self.selector, start, token_ids, prompt_len), token_ids, self.tokens
-        )
-
-    @property
-    def generated(self) -> bool | None:
-        every = every_generated(self.phase, self.selector) if self.sites else False
-        return None if every and self.tokens is not None else every
+def bound(where: Any, prompt: Sequence[int] | int | None, max_tokens: int) -> PositionSelector | None:
+    """The selector of an edit's `where` for a prompt; None if there is neither."""
+    return None if where is None or prompt is None else bind(where, prompt, max_tokens, "where")

@@ -12,11 +12,12 @@ from typing import Any
 from birkhoff.errors import RequestError, SteeringError
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Edit
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.attention_edits import AttentionEdit, Pieces
 from birkhoff.steering.expert_edits import check_gates
-from birkhoff.steering.gated_edits import FeatureGate, Gate, TokenTexts
+from birkhoff.steering.gated_edits import FeatureGate, Gate, TokenTexts, gate_report
 from birkhoff.steering.modules import Identity, NamedVectors
 from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.steering_fields import Parser, parse_steering
@@ -115,7 +116,7 @@ class SteeringResolver:
 
     def _resolve(
         self, edit: RequestEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
-    ) -> Iterator[Edit]:
+    ) -> Iterator[ResolvedEdit]:
         """The edit resolved, or the parts of the module of several hooks that it names."""
         try:
             if isinstance(edit, AttentionEdit) and prompt_ids is not None:
@@ -128,7 +129,7 @@ class SteeringResolver:
             gate = None if when is None else self.gate(when)
             for part in parts:
                 resolved = part.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
-                yield resolved if gate is None else resolved.gated(gate, when)  # type: ignore[attr-defined]
+                yield resolved if gate is None else resolved.gated(gate, gate_report(gate, when))
         except RequestError as error:
             if path:
                 raise SteeringError(str(error), path) from None

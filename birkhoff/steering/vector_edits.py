@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -25,21 +25,18 @@ import torch
 
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
-from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
-from birkhoff.hooks.gating import SiteGate
-from birkhoff.hooks.layers import LayerSelector, is_list
-from birkhoff.hooks.phases import PHASES, every_generated, of_tokens, offsets, with_tokens
+from birkhoff.hooks.layers import is_list
+from birkhoff.hooks.phases import PHASES, offsets
 from birkhoff.hooks.plan import Key
-from birkhoff.hooks.positions import Positions
+from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.hooks.selector import bind
 from birkhoff.option_checks import as_int
-from birkhoff.steering.gated_edits import Gate, gate_report
-from birkhoff.steering.hashes import site_part
+from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
-from birkhoff.steering.request_edit import RequestEdit
+from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
@@ -67,7 +64,7 @@ class VectorEdit(RequestEdit):
         put(self, "vector", self._source(self.vector))
         if self.hook is not None and not isinstance(self.hook, str):
             raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
-        self._parse(path=PATHS)
+        parse_fields(self, path=PATHS)
         put(self, "scale", finite_number(self.scale, "scale"))
         put(self, "streams", _streams(self.streams))
         if self.when is not None:
@@ -90,7 +87,7 @@ class VectorEdit(RequestEdit):
         modules: Mapping[str, Any],
         prompt: Sequence[int] | int | None,
         max_tokens: int,
-    ) -> ResolvedEdit:
+    ) -> ResolvedVectorEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
         edit = self._from_module(modules)._with_vector_fields()
@@ -122,15 +119,17 @@ class VectorEdit(RequestEdit):
             sites[hook, at] = operations[hook, id(vector)]
         renormalised = bool(getattr(edit, "renormalise", False))
         if prompt is None:
-            return ResolvedEdit(sites, None, edit.phase, renormalised=renormalised)
-        selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
+            return ResolvedVectorEdit(sites, None, edit.phase, renormalised=renormalised)
+        selector = bound(edit.where, prompt, max_tokens)
         length = prompt if isinstance(prompt, int) else len(prompt)
         positions = {at_layer._positions(length + max_tokens) for at_layer in at_layers}
         if len(positions) > 1:
             raise SteeringError(
                 "the source has rows of different positions at different sites. Patch them with one edit each."
             )
-        return ResolvedEdit(sites, selector, edit.phase, positions.pop(), length, renormalised)
+        return ResolvedVectorEdit(
+            sites, selector, edit.phase, positions.pop(), length, renormalised=renormalised
+        )
 
     def _addresses(
         self, name: str, schema: Mapping[str, HookSchema], num_layers: int
@@ -446,77 +445,26 @@ class Scale(VectorEdit):
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedEdit:
-    """An edit as a plan carries it: operations by site, and which tokens they change."""
+class ResolvedVectorEdit(ResolvedEdit):
+    """`renormalised`: its mixers are made doubly stochastic."""
 
-    sites: Mapping[Key, SiteEdit]
-    selector: PositionSelector | None
-    phase: str
-    positions: frozenset[int] | None = None
-    prompt_len: int = 0
-    renormalised: bool = False  # its mixers are made doubly stochastic
-    tokens: frozenset[int] | None = None  # only these token ids
-    gate_report: Mapping[str, Any] | None = None
+    renormalised: bool = False
 
-    def gated(self, gate: SiteGate | frozenset[int], when: Gate) -> ResolvedEdit:
-        """The edit where a gate is open."""
-        report = gate_report(gate, when)
-        if isinstance(gate, frozenset):
-            return replace(self, tokens=gate, gate_report=report)
-        for key in self.sites:
-            gate.check_before(key)
-        operations = {id(site): replace(site, gate=gate) for site in self.sites.values()}
-        return replace(
-            self, sites={key: operations[id(site)] for key, site in self.sites.items()}, gate_report=report
-        )
-
-    @property
-    def generated(self) -> bool | None:
-        every = every_generated(self.phase, self.selector)
-        return every if (self.positions is None and self.tokens is None) or every is False else None
-
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Mapping[str, Any]:
         """Of an edited mixer [from, to]: whether the edit leaves it doubly stochastic. Of a gate: what it reads."""
         mixers = [key for key in self.sites if key[0].endswith("_res_mix")]
-        gates = {} if self.gate_report is None else {"gates": self.gate_report}
-        return gates | (self._mixers(mixers) if mixers else {})
-
-    def _mixers(self, mixers: Sequence[Key]) -> dict[str, Any]:
-        return {
-            "mixers": {
-                "sites": [f"{hook}[{layer}]" for hook, layer in mixers],
-                "mixer": "renormalised" if self.renormalised else "as given",
-                "doubly_stochastic": self.renormalised or all(_keeps_sums(self.sites[key]) for key in mixers),
-            }
+        if not mixers:
+            return super().describe()
+        report = {
+            "sites": [f"{hook}[{layer}]" for hook, layer in mixers],
+            "mixer": "renormalised" if self.renormalised else "as given",
+            "doubly_stochastic": self.renormalised or all(_keeps_sums(self.sites[key]) for key in mixers),
         }
-
-    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        if self.phase not in ("both", phase):
-            return ()
-        if self.positions is not None and not any(
-            (p < self.prompt_len) == (phase == "prefill") for p in self.positions
-        ):
-            return ()
-        signature = b"" if self.selector is None else self.selector.signature(phase)
-        if signature is None:
-            return ()
-        signature = with_tokens(signature, self.tokens)
-        return [site_part(key, edit, signature) for key, edit in self.sites.items()]
-
-    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
-        selected = of_tokens(selected, token_ids, self.tokens)
-        if self.positions is None:
-            return selected
-        return [offset for offset in selected if start + offset in self.positions]
+        return {**super().describe(), "mixers": report}
 
 
-Edits = Sequence[VectorEdit]
-
-
-def check_directions(edits: Iterable[Any]) -> None:
+def check_directions(edits: Sequence[ResolvedEdit]) -> None:
     """Refuse more than `MAX_DIRECTIONS` clamps and projections at one site in one phase."""
-    edits = [edit for edit in edits if isinstance(edit, ResolvedEdit)]
     for phase in PHASES[1:]:
         count: Counter[Key] = Counter()
         for edit in edits:
@@ -592,20 +540,3 @@ def _streams(value: Any) -> Any:
         if as_int(stream) is None or stream < 0:
             raise SteeringError(f"streams holds {quoted(stream)}, expected stream numbers from 0.")
     return tuple(sorted(set(value)))
-
-
-__all__ = [
-    "Add",
-    "Clamp",
-    "Edits",
-    "LayerSelector",
-    "Patch",
-    "Positions",
-    "Project",
-    "RequestEdit",
-    "ResolvedEdit",
-    "Scale",
-    "VectorEdit",
-    "check_directions",
-    "check_edits",
-]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import birkhoff.server
-from birkhoff.server import app
+from birkhoff.server import app, fields
 from birkhoff.server.api_errors import ApiError
 from birkhoff.server.body import RequestBody, StrictBody, refuse_unknown_fields, validate
 from tests.fuzz.bodies import BODIES
@@ -54,6 +54,7 @@ def test_every_declared_field_is_read():
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
+    read |= set(fields.SAMPLING)  # passed on by name
     read.add("strict")  # of a JSON schema: it is always followed
     steering = set(app.GlobalSteeringBody.model_fields)  # read through `steering_fields` and `tiers`
     passed_on = {"SaeManifestBody"}  # its fields are checked by the parser of manifests

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from birkhoff.kernels.cuda import backend as backend_module
 from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant, Q8Variant
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import TYPES, PackedMatrix
@@ -21,9 +22,7 @@ TWICE = replace(WIDE, hidden_size=2048, moe_intermediate_size=2048, q_lora_rank=
 
 
 def backend():
-    from birkhoff.kernels.cuda.backend import CudaBackend
-
-    return CudaBackend(torch.device("cuda"))
+    return backend_module.CudaBackend(torch.device("cuda"))
 
 
 def weight_of(name, rows, columns, seed) -> PackedWeight:
@@ -192,10 +191,21 @@ class RandomExperts:
                 assert worst(self.buffers.expert_out[token, place], expected) < 2e-6
 
 
+@torch.inference_mode()
+def test_a_step_with_other_forms_of_a_shared_expert_gives_the_same_logits(monkeypatch):
+    assert_step_matches_triton("FP4", 1)
+    monkeypatch.setattr(backend_module, "SHARED_Q8_CHOICES", {"eight", "deep"})
+    assert_step_matches_triton("FP4", 1)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8, 33])
 @pytest.mark.parametrize("experts", ["FP4", "FP8", *BLOCK_TYPES])
 @torch.inference_mode()
 def test_a_step_matches_the_triton_kernels(experts, rows):
+    assert_step_matches_triton(experts, rows)
+
+
+def assert_step_matches_triton(experts, rows):
     from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder

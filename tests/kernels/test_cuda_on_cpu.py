@@ -36,6 +36,15 @@ Q8_ARGUMENTS = (
     "const u8* codes, int rows, const u8* codes2, int rows2, const u16* xh, int n, int inner, int x_stride, "
     "float* out, int out_stride, int group"
 )
+SHARED_EIGHT = """
+extern "C" void shared_eight(Place shape, const int (*blocks)[2], int block_count, const u8* codes, int inner,
+                             const u16* xh, int n, int width, u16* z, float limit) {
+    static float shared[2 * 128];
+    run_blocks(shape, blocks, block_count, 64, [=] {
+        shared_gate_up_eight<2>(shared, (u8*)memory, blockIdx.x * 8, codes, inner, xh, n, width, z, limit);
+    });
+}
+"""
 Q8_FORMS = ((2, 1), (2, 3))  # warps, depth
 # Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages. Those that differ
 # from another by copies of a table only are left to the full suite.
@@ -85,6 +94,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     for warps, depth in Q8_FORMS:
         name, parameters = f"gemv_q8_{warps}_{depth}", f"<1, {warps}, {depth}, float>"
         text += caller(name, f"gemv_q8_rows{parameters}", "gemv_q8", 32 * warps, False)
+    text += without_ptx((SOURCES / "gemv.cu").read_text()) + SHARED_EIGHT
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -239,3 +249,15 @@ def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
         own = x.double().view(rows, 5, columns)
         parts = [dense[at : at + 16] @ own[:, at // 16 if groups else 0].T for at in range(0, 80, 16)]
         assert worst(out, torch.cat(parts).T) < 2e-6
+
+
+def test_a_shared_expert_in_tiles_of_eight_rows_equals_the_product_of_its_values(library):
+    inner, width, rows = 32, 1280, 3
+    both = random_matrix(TYPES["Q8_0"], 2 * inner, width, 4)
+    x = (0.05 * torch.randn(rows, width, generator=torch.Generator().manual_seed(5))).half()
+    z = torch.full((rows, inner), float("nan"), dtype=torch.float16)
+    blocks = [(each, 0) for each in range(inner // 8)]
+    run(library.shared_eight, (len(blocks), 1), blocks, both.codes, inner, x, rows, width, z, 10.0)
+    a, b = (x.double() @ both.dense().double().T).split(inner, dim=1)
+    expected = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10)
+    assert worst(z, expected) < 2**-10

@@ -22,6 +22,7 @@ from birkhoff.kernels.cuda.compile import Module, find_nvrtc
 from birkhoff.kernels.cuda.variants import (
     Q8_CHOICES,
     Q8_STAGE,
+    SHARED_Q8_CHOICES,
     BlockVariant,
     Q8Variant,
     block_variant,
@@ -246,9 +247,10 @@ class CudaBackend:
             buffers.topk_weights,
         )
         if n == 1:
+            eight = bool(q8) and "eight" in SHARED_Q8_CHOICES
             self._gemv.launch(
-                f"router_gate_up_one_{q8}{8 if experts <= 256 else 16}",
-                (experts // 8 + inner // 16, 1),
+                f"router_gate_up_one_{q8}{'eight_' if eight else ''}{8 if experts <= 256 else 16}",
+                (experts // 8 + inner // (8 if eight else 16), 1),
                 256,
                 *inputs,
                 width,
@@ -345,8 +347,10 @@ class CudaBackend:
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
         assert offset is not None
+        deep = warps == 1 and "deep" in SHARED_Q8_CHOICES
+        suffix = _host_suffix(w) if not (fused and q8) else "_q8_deep" if deep else "_q8"
         self._experts.launch(
-            f"experts_down_{warps}_{row_tiles}{'_q8' if fused and q8 else _host_suffix(w)}",
+            f"experts_down_{warps}_{row_tiles}{suffix}",
             (width // (16 * row_tiles), slots + (-(-n // 8) if fused else 0)),
             warps * 32,
             buffers.expert_slots,
@@ -365,7 +369,7 @@ class CudaBackend:
             n,
             *_host_range(w),
             pdl=self.pdl,
-            shared=warps * row_tiles * 2 * Q8_STAGE if fused and q8 else 0,
+            shared=warps * row_tiles * (3 if deep else 2) * Q8_STAGE if fused and q8 else 0,
         )
 
     def block_gate_up(

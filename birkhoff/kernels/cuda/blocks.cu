@@ -5,7 +5,8 @@
 // thread block has one tile. With more of them it has a range of tiles and copies up to STAGES at a time, so that later
 // tiles arrive while the first is multiplied; gridDim.x says how many thread blocks share the tiles.
 //
-// Compiled for one variant at a time (BLOCK_TYPE, BLOCK_WARPS, BLOCK_STAGES), as kernels `gate_up` and `down`.
+// Compiled for one variant at a time (BLOCK_TYPE, BLOCK_WARPS, BLOCK_STAGES and BLOCK_RESIDENT, the thread blocks that
+// are to fit a multiprocessor), as kernels `gate_up` and `down`.
 
 #include "blocks.cuh"
 
@@ -165,12 +166,12 @@ __device__ __forceinline__ void down_blocks(const ExpertSlot* slots, int slot_co
 }
 
 #ifdef BLOCK_TYPE
-extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, BLOCK_RESIDENT)
     gate_up(const ExpertSlot* slots, int slot_count, const int* order, const float* weights, const u16* x, u16* z,
             const u8* grid, int inner, int width, int topk, float limit) {
     gate_up_blocks<BLOCK_TYPE, BLOCK_WARPS, BLOCK_STAGES>(slots, slot_count, order, weights, x, z, grid, inner, width, topk, limit);
 }
-extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, BLOCK_RESIDENT)
     down(const ExpertSlot* slots, int slot_count, const int* order, const u16* z, float* y, const u8* grid, int inner,
          int width, int topk) {
     down_blocks<BLOCK_TYPE, BLOCK_WARPS, BLOCK_STAGES>(slots, slot_count, order, z, y, grid, inner, width, topk);

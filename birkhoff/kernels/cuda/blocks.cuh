@@ -19,14 +19,16 @@ __device__ __forceinline__ void wait_for_copies() {
     __syncwarp();
 }
 
-// Request BYTES (a multiple of sixteen) of each of sixteen rows, by one warp; rows follow each other in `into`.
+// Request BYTES (a multiple of sixteen) of each of sixteen rows, by one warp; rows follow each other in `into`. The last
+// eight are `apart` bytes further than the first eight.
 template <int BYTES>
-__device__ __forceinline__ void copy_rows(u8* into, const u8* from, i64 row_bytes) {
+__device__ __forceinline__ void copy_rows(u8* into, const u8* from, i64 row_bytes, i64 apart = 0) {
     constexpr int CHUNKS = BYTES / 16;
 #pragma unroll
     for (int j = 0; j < (16 * CHUNKS + 31) / 32; j++) {
         const int i = (threadIdx.x & 31) + 32 * j, row = i / CHUNKS;
-        if (i < 16 * CHUNKS) copy_async16(into + i * 16, from + row * row_bytes + (i - row * CHUNKS) * 16);
+        if (i < 16 * CHUNKS)
+            copy_async16(into + i * 16, from + row * row_bytes + (row & 8 ? apart : 0) + (i - row * CHUNKS) * 16);
     }
 }
 
@@ -140,9 +142,10 @@ __device__ __forceinline__ void multiply_q8_stage(float (&acc)[RT][NT][4], const
 }
 
 // As `gemm_fp8`, for RT tiles of sixteen rows of Q8_0; `staging` has room for STAGES * RT stages per warp.
+// `apart` as in `copy_rows`.
 template <int NT, int RT, int WARPS, int STAGES, int WM = 1>
 __device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u16* const (&x)[NT],
-                                        const bool (&valid)[NT], int inner, u8* staging) {
+                                        const bool (&valid)[NT], int inner, u8* staging, i64 apart = 0) {
     const int warp = (threadIdx.x >> 5) / WM, stages = inner / Q8_COLUMNS;
     const i64 row_bytes = (i64)stages * Q8_BYTES;
     u8* own = staging + (threadIdx.x >> 5) * (STAGES * RT * Q8_STAGE);
@@ -150,7 +153,7 @@ __device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const
         if (at < stages)
 #pragma unroll
             for (int r = 0; r < RT; r++)
-                copy_rows<Q8_BYTES>(own + (slot * RT + r) * Q8_STAGE, codes[r] + (i64)at * Q8_BYTES, row_bytes);
+                copy_rows<Q8_BYTES>(own + (slot * RT + r) * Q8_STAGE, codes[r] + (i64)at * Q8_BYTES, row_bytes, apart);
         commit_copies();
     };
 #pragma unroll

@@ -59,7 +59,13 @@ class BlockVariant:
 
     @property
     def defines(self) -> tuple[str, ...]:
-        return (f"BLOCK_TYPE={self.decoder}", f"BLOCK_WARPS={self.warps}", f"BLOCK_STAGES={self.stages}")
+        resident = self.blocks or 28 // self.warps  # 72 registers per thread
+        return (
+            f"BLOCK_TYPE={self.decoder}",
+            f"BLOCK_WARPS={self.warps}",
+            f"BLOCK_STAGES={self.stages}",
+            f"BLOCK_RESIDENT={resident}",
+        )
 
     def memory(self, inner: int, rows: int) -> int:
         """Bytes of dynamic shared memory: tiles, sums of the inputs of up to eight tokens, and the table."""
@@ -88,6 +94,9 @@ class Q8Variant:
 # there is one token; and those of gemv_q8.cu that are faster than gemv.cu: by tiles of eight tokens and input width.
 BLOCK_CHOICES: dict[tuple[str, str, bool], BlockVariant] = {}
 Q8_CHOICES: dict[tuple[int, int], Q8Variant] = {}
+# Forms of a single token's kernels for a shared expert in Q8_0 that were measured to be faster: "eight" (tiles of eight
+# rows of gate and up) and "deep" (three stages of down in flight).
+SHARED_Q8_CHOICES: set[str] = set()
 
 
 def block_variant(kind: str, kernel: str, rows: int) -> BlockVariant:

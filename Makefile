@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
 VLLM := .venv-vllm
+RAY := .venv-ray
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-all test-page test-vllm test-ray check bench fuzz audit release reference clean
@@ -78,10 +79,17 @@ VLLM_TESTS ?= tests/vllm
 test-vllm: $(VLLM)/.tests
 	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -o filterwarnings=default $(VLLM_TESTS)
 
-# Ray is a package of 80 MB, and starting a cluster takes up to a minute on two busy cores: not part of `make test`.
-test-ray: $(TESTS)
-	@$(PIP) install -q -r requirements-ray.txt
-	BIRKHOFF_RAY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o filterwarnings=default tests/test_ray_capture.py
+# Ray is a package of 80 MB, and starting a cluster takes up to a minute on two busy cores: not part of `make test`. Its
+# environment holds what .venv lacks and finds the rest there, so that .venv stays as `make test` made it.
+$(RAY)/.tests: requirements-ray.txt $(TESTS)
+	@$(PYTHON) -m venv --without-pip $(RAY)
+	@$(PIP) --python $(RAY)/bin/python install -q --no-deps -r requirements-ray.txt
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' \
+	> "$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/base.pth"
+	@touch $@
+
+test-ray: $(RAY)/.tests
+	BIRKHOFF_RAY=1 OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q -o filterwarnings=default tests/test_ray_capture.py
 
 # Findings are shrunk and kept in tests/fuzz/cases. A failed run is repeated with make fuzz SEED=N.
 SECONDS ?= 60
@@ -109,5 +117,5 @@ bench: $(TESTS)
 	$(BIN)/birkhoff bench model --json | tee -a bench/results/model.jsonl
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist captures
+	rm -rf $(VENV) $(VLLM) $(RAY) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist captures
 	find birkhoff tests training examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,16 +110,17 @@ def capture_on_ray(
                 "done": sorted(joiner.done),
             }
             job = {"out": str(root), "source": description, "skip_bad": skip_bad}
-            parts = _parts(
-                ray, reader, actors, gpus, cpus, (dict(load_options or {}), capture.to_json(), job)
-            )
-            for row in parts:
-                _raise(row)
-                joiner.commit(row["part"])
-                joiner.report.skipped += row["report"]["skipped"]
-                joiner.report.bad_texts += row["report"]["bad_texts"][: 20 - len(joiner.report.bad_texts)]
-                if progress is not None:
-                    progress(len(joiner.done) + joiner.report.skipped, total)
+            constructor = (dict(load_options or {}), capture.to_json(), job)
+            # Closed here also after an error, whose traceback would keep the actors and their CPUs.
+            with closing(_parts(ray, reader, actors, gpus, cpus, constructor)) as parts:
+                for row in parts:
+                    _raise(row)
+                    joiner.commit(row["part"])
+                    part, report = row["report"], joiner.report
+                    report.skipped += part["skipped"]
+                    report.bad_texts += part["bad_texts"][: 20 - len(report.bad_texts)]
+                    if progress is not None:
+                        progress(len(joiner.done) + report.skipped, total)
             joiner.report.seconds = time.monotonic() - start
             return joiner.report
     finally:
@@ -138,12 +141,15 @@ def _connect(ray: Any, address: str) -> bool:
         return False
     if not address:
         raise OptionError("the address of Ray is empty, expected auto, local, HOST:6379 or ray://HOST:10001.")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if port.isdigit():  # Ray itself asks an address where nothing listens for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=30).close()
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
         if address == "local":
             options["include_dashboard"] = False
         ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise OptionError(
             f"there is no Ray cluster at {quoted(address)} ({str(error)[:300]}). Start one (ray start), or give "
             "local for this machine alone."
@@ -158,7 +164,7 @@ def _parts(
     gpus: float | None,
     cpus: float,
     constructor: tuple[Any, ...],
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Run all parts and yield their numbers and reports as they end."""
     resources = ray.cluster_resources()
     present = int(resources.get("GPU", 0))

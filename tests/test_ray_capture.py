@@ -1,6 +1,7 @@
 """A harvest by two actors of a local Ray: the bytes of one process, also after an actor is killed.
 
-Needs Ray, which is large and takes its time to start: `make test-ray` installs it and sets BIRKHOFF_RAY."""
+Needs Ray, which is large and takes its time to start: `make test-ray` installs it and sets BIRKHOFF_RAY. All tests
+share one cluster, the one that the address `local` starts; the command joins it by its address."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from birkhoff import Capture
 from birkhoff.capture.store.finished import survey
 from birkhoff.capture.store.reader import read_sharded
 from birkhoff.errors import CaptureSettings, DataError, OptionError
-from birkhoff.ray_capture import capture_on_ray
+from birkhoff.ray_capture import _connect, capture_on_ray
 from tests.cli.conftest import birkhoff
 
 pytestmark = [
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 SPEC = Capture({"mlp_out": [3], "mhc_streams_pre_attn": [4]}, dtype="bf16")
 HOOKS = "mlp_out=3;mhc_streams_pre_attn=4"
+POOL = {"actors": 2, "cpus": 0.5}  # also fits one core
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +57,7 @@ def whole(data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    assert _connect(ray, "local") and not _connect(ray, "auto")
     yield ray
     ray.shutdown()
 
@@ -70,7 +72,7 @@ def bytes_of(root):
 
 
 def test_two_actors_write_the_bytes_of_one_process_and_resume(cluster, data, whole, tmp_path):
-    options = {"actors": 2, "part_texts": 5}
+    options = {**POOL, "part_texts": 5}
     report = capture_on_ray("auto", data, SPEC, tmp_path / "out", limit=20, **options)
     assert (report.texts, report.new_texts) == (20, 20)
     report = capture_on_ray("auto", data, SPEC, tmp_path / "out", **options)
@@ -103,7 +105,7 @@ def test_a_killed_actor_loses_nothing_and_repeats_nothing_committed(cluster, dat
     killer = threading.Thread(target=kill_an_actor, args=(tmp_path / "out", killed, stop))
     killer.start()
     try:
-        report = capture_on_ray("auto", data, SPEC, tmp_path / "out", actors=2, part_texts=12)
+        report = capture_on_ray("auto", data, SPEC, tmp_path / "out", **POOL, part_texts=12)
     finally:
         stop.set()
         killer.join()
@@ -115,25 +117,34 @@ def test_a_killed_actor_loses_nothing_and_repeats_nothing_committed(cluster, dat
 def test_a_bad_text_is_the_error_of_one_process(cluster, data, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(data.read_text() + "\nnot JSON\n")
-    with pytest.raises(DataError, match="line 50 is not JSON"):
+    with pytest.raises(DataError, match="line 50 is not JSON") as kept:
         capture_on_ray("auto", bad, SPEC, tmp_path / "out", actors=1, part_texts=50)
+    while cluster.available_resources().get("CPU") != cluster.cluster_resources()["CPU"]:
+        time.sleep(0.1)  # the actors end although the error is still there
+    del kept
     report = capture_on_ray("auto", bad, SPEC, tmp_path / "out", actors=1, part_texts=50, skip_bad=True)
     assert (report.texts, report.skipped) == (48, 1) and "line 50" in report.bad_texts[0]
 
 
-def test_the_command_starts_a_ray_of_its_own(cluster, data, whole, tmp_path):
+def test_the_command_runs_on_the_cluster_of_an_address(cluster, data, whole, tmp_path):
     arguments = ("capture", data, "--hooks", HOOKS, "--dtype", "bf16", "--out", tmp_path / "out", "--json")
-    done = birkhoff(*arguments, "--ray", "local", "--ray-actors", "2", "--ray-part", "24")
+    address = cluster.get_runtime_context().gcs_address
+    pool = ("--ray-actors", "2", "--ray-cpus", "0.5", "--ray-part", "24")
+    done = birkhoff(*arguments, "--ray", address, *pool)
     assert done.returncode == 0 and json.loads(done.stdout)["new_texts"] == 48, done.stderr
     assert bytes_of(tmp_path / "out") == bytes_of(whole)
-    done = birkhoff(*arguments, "--ray", "127.0.0.1:1")
-    assert done.returncode == 2 and b"option-invalid" in done.stderr and b"ray start" in done.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
+def test_an_address_where_nothing_listens_is_refused_at_once(address, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(OptionError, match=r"there is no Ray cluster at .*ray start"):
+        _connect(ray, address)
 
 
 def test_an_address_is_needed(monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(OptionError, match="the address of Ray is empty"):
-        from birkhoff.ray_capture import _connect
-
         _connect(ray, "")

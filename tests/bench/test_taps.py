@@ -13,7 +13,7 @@ from tests.interpreter import DEVICE
 from tests.models import variant
 from tests.sizes import FULL
 
-SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
+SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, hc_sinkhorn_iters=2)
 
 
 def make_graphs() -> CudaGraphs:

@@ -35,7 +35,12 @@ from tests.interpreter import DEVICE, packed_model
 from tests.models import TINY, random_model, random_tokens, variant
 from tests.sizes import FULL, scaled
 
-SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
+SMALL = variant(
+    compress_ratios=(0, 4, 128),
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+    hc_sinkhorn_iters=scaled(20, 3),
+)
 STARTS = (1, 3, 8, 51, 126, 127, 128, 255) if FULL else (3, 51, 127)
 STEPS = scaled(3, 2)
 

@@ -14,7 +14,13 @@ from birkhoff.model.state import State
 from tests.interpreter import DEVICE, packed_model
 from tests.models import variant
 
-SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0, index_topk=4)
+SMALL = variant(
+    compress_ratios=(0, 4, 128),
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+    index_topk=4,
+    hc_sinkhorn_iters=2,
+)
 
 
 @pytest.mark.parametrize(

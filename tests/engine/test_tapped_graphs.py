@@ -32,8 +32,11 @@ from tests.interpreter import DEVICE, packed_model
 from tests.model.test_prefill import with_kernels
 from tests.models import variant
 from tests.operations import Issued
+from tests.sizes import scaled
 
-SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0)
+SHORT = variant(
+    compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0, hc_sinkhorn_iters=scaled(20, 3)
+)
 LAYERS, D, M = 2, SHORT.hidden_size, SHORT.hc_mult
 HEADS = SHORT.num_attention_heads * SHORT.head_dim
 TOKENS, POSITIONS, SLOTS = [5, 6, 8], [0, 3, 1], [2, 0, 1]

@@ -19,9 +19,15 @@ from birkhoff.model.transformer import Transformer
 from tests.interpreter import DEVICE, packed_model
 from tests.model.offloaded import offloaded_model
 from tests.models import random_tokens, variant
-from tests.sizes import FULL
+from tests.sizes import FULL, scaled
 
-SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0, index_topk=4)
+SMALL = variant(
+    compress_ratios=(0, 4, 128),
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+    index_topk=4,
+    hc_sinkhorn_iters=scaled(20, 3),
+)
 # Tokens prefilled by the plain path, and the ends of the compared chunks; one ends a block of 128.
 CASES = {"two fresh prompts": (0, [7], 2), "a chunk that goes on": (122, [129], 1)}
 if FULL:

@@ -1,9 +1,10 @@
-"""Launches of `prompt_experts.cu`: FP4 experts with FP8 inputs for the rows of a prompt, on GPUs of compute capability
-9.0. Everywhere else the Triton twins do the same (`experts/fp8.py`)."""
+"""Launches of `prompt_experts.cu` and `prompt_pipeline.cu`: FP4 experts with FP8 inputs for the rows of a prompt, on
+GPUs of compute capability 9.0. Everywhere else the Triton twins do the same (`experts/fp8.py`)."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -13,7 +14,13 @@ from birkhoff.kernels.quant.rounded_rows import Order
 
 MAX_TOKENS = 128  # of a block of the plan
 STAGE_BYTES = 33 * 1024  # of one of the five stages, for 128 tokens
-THREADS = 256
+Loop = Literal["barrier", "pipeline"]
+# Main loops: source and threads of a block. "pipeline" has not been run on a GPU.
+LOOPS: dict[Loop, tuple[str, int]] = {
+    "barrier": ("prompt_experts.cu", 256),
+    "pipeline": ("prompt_pipeline.cu", 384),
+}
+DEFAULT_LOOP: Loop = "barrier"
 
 
 def supports(x: torch.Tensor, inner: int) -> bool:
@@ -36,7 +43,7 @@ def input_order(x: torch.Tensor, inner: int) -> Order:
 
 def _shared_bytes(width: int) -> int:
     """Shared memory of a block: stages, the scales of its 256 rows of `width` columns, and their largest ones."""
-    return 5 * STAGE_BYTES + width // 128 * 1024 + 1024 + 16
+    return 5 * STAGE_BYTES + width // 128 * 1024 + 1024 + 128  # barriers last
 
 
 @cache
@@ -53,16 +60,18 @@ def gate_up(
     weights: torch.Tensor,
     inner: int,
     limit: float,
+    loop: Loop | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, d] codes in the order "fragments", x_scale [d / 128, n] -> z codes [pairs in sorted order, inner] in the
     same order and their scales [inner / 128, pairs]: SwiGLU times the routing weight, rounded."""
     pairs = len(order)
     z = torch.empty(pairs, inner, dtype=torch.float8_e4m3fn, device=x.device)
     z_scale = torch.empty(inner // 128, pairs, dtype=torch.float32, device=x.device)
-    compiled_module("prompt_experts.cu", x.device).launch(
+    source, threads = LOOPS[loop or DEFAULT_LOOP]
+    compiled_module(source, x.device).launch(
         "prompt_gate_up",
         (inner // 128, len(blocks)),
-        THREADS,
+        threads,
         x,
         x_scale,
         x_scale.shape[1],
@@ -90,12 +99,14 @@ def down(
     blocks: torch.Tensor,
     order: torch.Tensor,
     y: torch.Tensor,
+    loop: Loop | None = None,
 ) -> None:
     """z as `gate_up` returns it -> y [pairs, d] bfloat16 in pair order."""
-    compiled_module("prompt_experts.cu", z.device).launch(
+    source, threads = LOOPS[loop or DEFAULT_LOOP]
+    compiled_module(source, z.device).launch(
         "prompt_down",
         (y.shape[1] // 256, len(blocks)),
-        THREADS,
+        threads,
         z,
         z_scale,
         z_scale.shape[1],

@@ -142,18 +142,22 @@ export class Heatmap {
     }
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
-    const step = Math.max(1, Math.ceil(58 / cellWidth));
+    const step = Math.max(1, Math.ceil(58 / cellWidth)),
+      ruler = this.canvas.getContext("2d"); // a file has no measures of text
+    ruler.font = context.font;
     for (
       let x = Math.ceil(view.x / step) * step;
       x < Math.min(this.columns, view.x + inner / cellWidth);
       x += step
     ) {
-      const text = this.names ? this.names(x) : String(x);
+      const text = this.names ? this.names(x) : String(x),
+        left = LEFT + (x - view.x) * cellWidth;
+      if (left + 1 + ruler.measureText(text).width > LEFT + inner) continue; // the edge would cut it
       context.save();
       context.beginPath();
-      context.rect(LEFT + (x - view.x) * cellWidth, tall, step * cellWidth - 3, BOTTOM);
+      context.rect(left, tall, step * cellWidth - 3, BOTTOM);
       context.clip();
-      context.fillText(text, LEFT + (x - view.x) * cellWidth + 1, this.height - 6);
+      context.fillText(text, left + 1, this.height - 6);
       context.restore();
     }
   }

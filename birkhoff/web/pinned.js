@@ -32,6 +32,7 @@ export function askAboutPin(store, body, { path, fields = {}, hint, delay, v4 },
   let answer = null,
     requestKey = "",
     timer = 0,
+    asked = 0,
     stop = null;
   const load = async () => {
     const state = store.state;
@@ -75,7 +76,13 @@ export function askAboutPin(store, body, { path, fields = {}, hint, delay, v4 },
   };
   store.on(["pin", "run", "props"], (state) => {
     clearTimeout(timer);
-    if (state.run.status !== "running") timer = setTimeout(load, delay);
+    if (state.run.status === "running") return;
+    const mine = ++asked;
+    body.setAttribute("aria-busy", "true"); // the picture is of the token before
+    timer = setTimeout(async () => {
+      await load();
+      if (mine === asked) body.setAttribute("aria-busy", "false");
+    }, delay);
   });
   store.on(["theme"], () => answer && draw(answer), false);
   return () => answer;

@@ -152,7 +152,7 @@ def test_a_patch_sweep_equals_single_patches(pair, device):
             alone = engine.logits(corrupt, [Patch(source, "mlp_out", [layer], where=[position])])
             assert abs(float(sweep.values[i, j]) - float(alone[-1, 7])) < LOGIT_TOLERANCE[device]
     heads = engine.patch_sweep(clean, corrupt, 7, "heads", layers=[1], positions=[-1])
-    source, target = (engine.trace(text, "attn_z")["attn_z", 1][8] for text in (clean, corrupt))
+    source, target = (engine.trace(text, "attn_z")["attn_z", 1][8].cpu() for text in (clean, corrupt))
     width = len(target) // heads.values.shape[-1]
     row = torch.cat((target[:width], source[width : 2 * width], target[2 * width :]))
     alone = engine.logits(corrupt, [Patch(PositionRows({8: row}), "attn_z", [1])])

@@ -18,6 +18,7 @@ LOOKS = ("inside", "features", "contrast", "requests", "captures")
 
 def take(tab: Tab, folder: Path, name: str, whole: bool = False) -> None:
     tab.page.wait_for_timeout(500)
+    tab.done()  # pictures of the pinned token are asked of the server
     tab.page.screenshot(path=folder / f"{name}.jpg", type="jpeg", quality=72, full_page=whole)
 
 

@@ -189,3 +189,59 @@ def test_ticks_are_round_numbers_and_positions_are_whole(open_tab):
         step = found[1] - found[0]
         digit = float(f"{step:.0e}".split("e")[0])
         assert digit in (1, 2, 5) and abs(step - float(f"{step:.0e}")) < 1e-9 * step
+
+
+RECORD_LABELS = """
+const draw = CanvasRenderingContext2D.prototype.fillText;
+globalThis.labels = [];
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const size = this.measureText(text), at = this.getTransform().transformPoint({ x, y }), scale = this.getTransform().a;
+  const over = Math.max(
+    size.actualBoundingBoxAscent * scale - at.y,
+    at.y + size.actualBoundingBoxDescent * scale - this.canvas.height,
+    size.actualBoundingBoxLeft * scale - at.x,
+    at.x + size.actualBoundingBoxRight * scale - this.canvas.width,
+  );
+  labels.push({ text, canvas: this.canvas, over: over / scale });
+  return draw.apply(this, arguments);
+};
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_label_of_a_picture_is_cut_off(open_tab, width):
+    """Every text that is drawn into a picture lies within it, up to a pixel."""
+    tab = open_tab(width=width, height=844, init=RECORD_LABELS)
+    set_length(tab, 30)
+    tab.ask("Tell me a story about a fox.")
+    tab.page.wait_for_function(
+        "() => ['heatmap', 'film', 'memory'].every((name) =>"
+        " labels.some((label) => label.canvas.closest(`[data-panel=${name}]`)))"
+    )
+    cut = tab.page.evaluate(
+        "labels.filter((label) => label.over > 1 && label.canvas.isConnected)"
+        ".map(({ text, over, canvas }) => [canvas.closest('[data-panel]')?.dataset.panel, text, over])"
+    )
+    assert not cut, cut[:5]
+    assert not tab.faults
+
+
+def test_a_picture_of_the_token_before_is_marked_until_it_is_drawn_again(open_tab):
+    """Lens and attention are asked of the server: until the answer comes they are busy, and then show the new token."""
+    tab = open_tab()
+    set_length(tab, 20)
+    tab.ask("Tell me a story about a fox.")
+    lens = tab.page.locator('[data-panel="lens"] table')
+    before = lens.inner_text()
+    tab.page.route("**/v1/lens", lambda route: held.append(route))
+    held: list = []
+    with tab.page.expect_request("**/v1/lens"):
+        tab.page.locator(ANSWER).nth(4).click()
+    tab.page.wait_for_selector('[data-panel="lens"] [aria-busy=true]')
+    assert lens.inner_text() == before
+    while not held:
+        tab.page.wait_for_timeout(20)
+    held[0].continue_()
+    tab.done()
+    assert lens.inner_text() != before
+    assert not tab.faults

@@ -1,7 +1,7 @@
 // Rows of a capture, hook by hook: one number per token and layer.
 import { nice } from "./chart.js";
 import { amount, rampLegend } from "./colour.js";
-import { empty, exportButtons, fill, h, note, panel, short, stack } from "./dom.js";
+import { empty, fill, h, note, panel, short, stack } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { pyText } from "./pinned.js";
 import { tokensOf } from "./store.js";
@@ -22,10 +22,8 @@ export function capturedPanel(store) {
     {
       wide: true,
       name: "captured",
-      tools: exportButtons(
-        () => ({ hook: hook.value, ...current() }),
-        () => capturedPython(store.state.captured, hook.value),
-      ),
+      data: () => ({ hook: hook.value, ...current() }),
+      python: () => capturedPython(store.state.captured, hook.value),
     },
     h("div", { class: "row" }, h("label", {}, "hook", hook)),
     body,

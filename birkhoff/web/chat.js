@@ -1,5 +1,5 @@
 // The chat page: messages, the running response as tokens, and the input box.
-import { exportButtons, fault, fill, h, note, panel, stack, toast, visible } from "./dom.js";
+import { fault, fill, h, note, panel, stack, toast, visible } from "./dom.js";
 import { branchPython, chatPython } from "./python.js";
 import { post } from "./api.js";
 import { answerText, runOf, startRun, stopRun } from "./runs.js";
@@ -110,10 +110,8 @@ export function chatPage(store) {
         "and pick an alternative to branch.",
       {
         name: "chat",
-        tools: exportButtons(
-          () => ({ messages: store.state.conversation, tokens: runOf(store.state, "chat").run.tokens }),
-          () => pythonOf(store.state),
-        ),
+        data: () => ({ messages: store.state.conversation, tokens: runOf(store.state, "chat").run.tokens }),
+        python: () => pythonOf(store.state),
       },
       stack(
         list,

@@ -1,7 +1,7 @@
 // Circuits: the nodes that a prediction needs, and edges between them through each stream, drawn by the server.
 import { post } from "./api.js";
 import { streamLegend } from "./colour.js";
-import { empty, exportButtons, fault, fill, h, panel, stack } from "./dom.js";
+import { empty, fault, fill, h, panel, stack } from "./dom.js";
 import { notHere } from "./pinned.js";
 import { script } from "./python.js";
 
@@ -62,7 +62,7 @@ export function circuitPage(store) {
     "Circuit",
     "The nodes that a prediction needs: ranked by gradients, verified by moving all others to the baseline. Lines are " +
       "estimates of what one sends to a later one through a stream; dashed: against the metric.",
-    { wide: true, name: "circuit", tools: exportButtons(() => answer, python) },
+    { wide: true, name: "circuit", data: () => answer, python },
     h("form", { class: "stack", onsubmit: run },
       Object.entries(FIELDS).map(([name, [label, value]]) =>
         h("label", {}, label, (inputs[name] = h("input", { type: "text", value }))),

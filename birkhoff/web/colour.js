@@ -1,4 +1,5 @@
 // Colour ramps that are safe for colour-blind users: one sequential, one diverging.
+import { h } from "./dom.js";
 
 const AMOUNT = [
   [247, 251, 242],
@@ -68,25 +69,15 @@ export const streamColour = (stream) => ink(`s${stream % 4}`);
 
 /** The colours of the streams with their numbers. */
 export function streamLegend(count) {
-  const node = document.createElement("div");
-  node.className = "legend streams";
-  for (let stream = 0; stream < count; stream++) {
-    const key = document.createElement("span"),
-      box = document.createElement("span");
-    box.className = "swatch";
-    box.style.backgroundColor = `var(--s${stream % 4})`;
-    key.append(box, ` stream ${stream}`);
-    node.append(key);
-  }
-  return node;
+  const key = (_, stream) =>
+    h("span", {}, h("span", { class: "swatch", style: { "background-color": `var(--s${stream % 4})` } }), ` stream ${stream}`);
+  return h("div", { class: "legend streams" }, Array.from({ length: count }, key));
 }
 
 /** A canvas painted by `paint(context)` in CSS pixels, scaled for the device pixel ratio. `paint` is kept as `repaint`,
  *  which draws the same picture into an SVG file. */
 export function paintedCanvas(width, height, label, paint) {
-  const canvas = document.createElement("canvas");
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", label);
+  const canvas = h("canvas", { role: "img", "aria-label": label });
   canvas.repaint = paint;
   paint(sizeCanvas(canvas, width, height));
   return canvas;
@@ -111,18 +102,9 @@ export function rampLegend(low, high, ramp = amount, from = 0) {
       context.fillRect(x, 0, 1.5, 10);
     }
   });
-  const node = document.createElement("div");
-  node.className = "legend";
-  node.append(low, canvas, high);
-  return node;
+  return h("div", { class: "legend" }, low, canvas, high);
 }
 
 /** A table cell in this colour. */
-export function shadedCell(rgb, text, title = "") {
-  const cell = document.createElement("td");
-  cell.style.backgroundColor = css(rgb);
-  cell.style.color = textColourOn(rgb);
-  cell.title = title;
-  cell.textContent = text;
-  return cell;
-}
+export const shadedCell = (rgb, text, title = "") =>
+  h("td", { style: { "background-color": css(rgb), color: textColourOn(rgb) }, title }, text);

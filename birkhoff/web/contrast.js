@@ -1,7 +1,7 @@
 // The contrast page: compares two sets of texts by layer and stream and saves the direction as a vector.
 import { post } from "./api.js";
 import { amount, shadedCell } from "./colour.js";
-import { empty, exportButtons, fault, fill, h, note, panel, rowHead, stack, table, toast } from "./dom.js";
+import { empty, fault, fill, h, note, panel, rowHead, stack, table, toast } from "./dom.js";
 import { steerWith } from "./edits.js";
 import { contrastPython } from "./python.js";
 import { loadVectors } from "./vectors.js";
@@ -136,10 +136,8 @@ export function contrastPage(store) {
         "separates them. Save the best direction as a vector to steer with.",
       {
         name: "contrast",
-        tools: exportButtons(
-          () => result ?? {},
-          () => contrastPython(store.state, request(), result?.best, name.value),
-        ),
+        data: () => result ?? {},
+        python: () => contrastPython(store.state, request(), result?.best, name.value),
       },
       stack(
         h("div", { class: "row" }, left, right),

@@ -57,14 +57,15 @@ export function short(text, maxLength = 18) {
   return shown.length > maxLength ? `${shown.slice(0, maxLength - 1)}…` : shown;
 }
 
-/** A panel with a title, a description, an explanation if `about.js` has one, and its tools. */
-export function panel(title, hint, { tools = [], wide = false, name = "" } = {}, ...body) {
+/** A panel with a title, a description, an explanation if `about.js` has one, and a menu that shares its `data`, the
+ *  `python` that computes them and its picture. */
+export function panel(title, hint, { data, python, wide = false, name }, ...body) {
   const heading = h("h2", {}, title),
     about = ABOUT[name];
   return h(
     "section",
-    { class: wide ? "panel wide" : "panel", "data-panel": name || title },
-    h("header", {}, heading, h("div", { class: "tools" }, tools), h("p", { class: "hint" }, hint)),
+    { class: wide ? "panel wide" : "panel", "data-panel": name },
+    h("header", {}, heading, h("div", { class: "tools" }, exportButtons(data, python)), h("p", { class: "hint" }, hint)),
     about
       ? h(
           "details",
@@ -128,7 +129,7 @@ export async function copy(text, message = "Copied.") {
 
 /** The Share menu of a panel: its data, Python code that computes it, its picture, a link to it, and a file of it.
  *  Links and files hold the page's state, so these two are left to the listener of "share" events (`main.js`). */
-export function exportButtons(data, python) {
+function exportButtons(data, python) {
   const menu = h("details", { class: "menu" }, h("summary", { class: "button small" }, "Share"));
   const section = () => menu.closest(".panel");
   const file = (ending) => `birkhoff-${section().dataset.panel}.${ending}`;
@@ -157,7 +158,7 @@ export function exportButtons(data, python) {
       "div",
       { class: "menu-items" },
       items.map(([text, work, only]) =>
-        h("button", { type: "button", class: only, onclick: () => run(work) }, text),
+        h("button", { class: only, onclick: () => run(work) }, text),
       ),
     ),
   ]);
@@ -169,7 +170,7 @@ export function exportButtons(data, python) {
   menu.addEventListener("focusout", (event) => {
     if (event.relatedTarget && !menu.contains(event.relatedTarget)) menu.open = false;
   });
-  return [menu];
+  return menu;
 }
 document.addEventListener("click", (event) => {
   for (const menu of document.querySelectorAll("details.menu[open]"))
@@ -223,7 +224,6 @@ export function tabs(name, pages, chosen, onChoose) {
     const button = h(
       "button",
       {
-        type: "button",
         role: "tab",
         id: `tab-${id}`,
         "aria-controls": `page-${id}`,

@@ -2,7 +2,7 @@
 import { call, post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount } from "./colour.js";
-import { empty, exportButtons, fault, fill, h, note, panel, short, stack, toast, visible } from "./dom.js";
+import { empty, fault, fill, h, note, panel, short, stack, toast, visible } from "./dom.js";
 import { addToBench, newEdit } from "./edits.js";
 import { tokenIds } from "./pinned.js";
 import { dashboardPython, featuresPython } from "./python.js";
@@ -50,10 +50,8 @@ export function featurePage(store) {
         "Click a token to see its most active features; click a feature to see where else it is active.",
       {
         name: "features",
-        tools: exportButtons(
-          () => result ?? {},
-          () => featuresPython(store.state),
-        ),
+        data: () => result ?? {},
+        python: () => featuresPython(store.state),
       },
       stack(
         h("div", { class: "row" },
@@ -73,10 +71,8 @@ export function featurePage(store) {
       "The selected feature: how its label was made and how well it predicts, where it is strongest, examples.",
       {
         name: "dashboard",
-        tools: exportButtons(
-          () => store.state.dashboard ?? {},
-          () => dashboardPython(store.state),
-        ),
+        data: () => store.state.dashboard ?? {},
+        python: () => dashboardPython(store.state),
       },
       dash,
     ),
@@ -317,7 +313,7 @@ function partners(list, select) {
   const button = ({ feature, tokens, correlation, label }) => {
     const title = `both on ${tokens} tokens, correlation ${correlation.toFixed(2)}`,
       onclick = () => select(feature);
-    return h("button", { type: "button", title, onclick }, `#${feature} ${short(label ?? "", 24)}`);
+    return h("button", { title, onclick }, `#${feature} ${short(label ?? "", 24)}`);
   };
   return h("div", {}, h("h3", {}, "fires together with"), h("div", { class: "row partners" }, list.map(button)));
 }

@@ -2,7 +2,7 @@
 import { post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount, rampLegend, signed } from "./colour.js";
-import { empty, exportButtons, fault, fill, h, panel, short, stack } from "./dom.js";
+import { empty, fault, fill, h, panel, short, stack } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { ordinary, tokenIds, pinnedToken } from "./pinned.js";
 import { heatmapPython } from "./python.js";
@@ -56,10 +56,8 @@ export function heatmapPanel(store) {
     {
       wide: true,
       name: "heatmap",
-      tools: exportButtons(
-        () => data(store.state),
-        () => heatmapPython(store.state, SCALARS[store.state.scalar].title),
-      ),
+      data: () => data(store.state),
+      python: () => heatmapPython(store.state, SCALARS[store.state.scalar].title),
     },
     h("div", { class: "row" },
       h("label", {}, "value", scalar),

@@ -1,6 +1,6 @@
 // The logit lens of the pinned token: top tokens per depth and stream.
 import { amount, shadedCell } from "./colour.js";
-import { exportButtons, fill, h, panel, rowHead, short, stack, table } from "./dom.js";
+import { fill, h, panel, rowHead, short, stack, table } from "./dom.js";
 import { askAboutPin } from "./pinned.js";
 import { lensPython } from "./python.js";
 
@@ -13,10 +13,8 @@ export function lensPanel(store) {
     {
       wide: true,
       name: "lens",
-      tools: exportButtons(
-        () => current() ?? {},
-        () => lensPython(store.state),
-      ),
+      data: () => current() ?? {},
+      python: () => lensPython(store.state),
     },
     body,
   );

@@ -123,7 +123,7 @@ function promptForKey() {
     h("strong", {}, reason),
     h("label", {}, "key", key),
     h("label", {}, "steering key (optional)", steering),
-    h("button", { type: "button", class: "main", onclick: submit }, "Connect"),
+    h("button", { class: "main", onclick: submit }, "Connect"),
   );
   key.focus();
 }

@@ -1,6 +1,6 @@
 // Attention of the pinned token over the text, and the experts it was routed to.
 import { amount, css, ink, isDark, paintedCanvas, textColourOn } from "./colour.js";
-import { empty, exportButtons, fill, h, hideTip, note, panel, short, showTip, stack } from "./dom.js";
+import { empty, fill, h, hideTip, note, panel, short, showTip, stack } from "./dom.js";
 import { askAboutPin, notHere, pinnedFrame } from "./pinned.js";
 import { expertsPython, memoryPython } from "./python.js";
 import { tokensOf } from "./store.js";
@@ -29,10 +29,8 @@ export function memoryPanel(store) {
     {
       wide: true,
       name: "memory",
-      tools: exportButtons(
-        () => current() ?? {},
-        () => memoryPython(store.state),
-      ),
+      data: () => current() ?? {},
+      python: () => memoryPython(store.state),
     },
     body,
   );
@@ -133,10 +131,8 @@ export function expertPanel(store) {
       "marked # route by a hash of the token id.",
     {
       name: "experts",
-      tools: exportButtons(
-        () => pinnedFrame(store.state)?.experts ?? [],
-        () => expertsPython(store.state),
-      ),
+      data: () => pinnedFrame(store.state)?.experts ?? [],
+      python: () => expertsPython(store.state),
     },
     body,
   );

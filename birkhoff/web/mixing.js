@@ -1,6 +1,6 @@
 // The mixers of every sublayer for one token, and their product between two sublayers.
 import { amount, css, ink, paintedCanvas, rampLegend, shadedCell, streamColour, streamLegend } from "./colour.js";
-import { empty, exportButtons, fill, h, hideTip, note, panel, rowHead, showTip, stack, table } from "./dom.js";
+import { empty, fill, h, hideTip, note, panel, rowHead, showTip, stack, table } from "./dom.js";
 import { notHere, pinnedFrame, sublayerName } from "./pinned.js";
 import { filmPython, lineagePython } from "./python.js";
 
@@ -18,10 +18,8 @@ export function filmStrip(store) {
     {
       wide: true,
       name: "film",
-      tools: exportButtons(
-        () => pinnedFrame(store.state) ?? {},
-        () => filmPython(store.state),
-      ),
+      data: () => pinnedFrame(store.state) ?? {},
+      python: () => filmPython(store.state),
     },
     body,
   );
@@ -155,10 +153,8 @@ export function lineagePanel(store) {
       "stream through mixing alone, without what the sublayers write.",
     {
       name: "lineage",
-      tools: exportButtons(
-        () => ({ from: Number(from.value), to: Number(to.value), product: value() }),
-        () => lineagePython(store.state, Number(from.value), Number(to.value)),
-      ),
+      data: () => ({ from: Number(from.value), to: Number(to.value), product: value() }),
+      python: () => lineagePython(store.state, Number(from.value), Number(to.value)),
     },
     h("div", { class: "row" }, h("label", {}, "from", from), h("label", {}, "to", to)),
     body,

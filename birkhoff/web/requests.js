@@ -1,6 +1,6 @@
 // The requests page (active requests) and the captures page (captured files).
 import { call, keys, post } from "./api.js";
-import { empty, exportButtons, fault, fill, h, note, panel, stack, table, toast, visible } from "./dom.js";
+import { empty, fault, fill, h, note, panel, stack, table, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { download } from "./picture.js";
 import { memoryCapture, safetensors, sliceOf } from "./tensors.js";
@@ -16,15 +16,13 @@ export function requestPage(store) {
       "Active requests and their progress. Refreshed every two seconds while this page is open.",
       {
         name: "requests",
-        tools: exportButtons(
-          () => last ?? {},
-          () =>
-            [
-              "import json, urllib.request",
-              "",
-              `print(json.load(urllib.request.urlopen("${location.origin}/slots")))`,
-            ].join("\n"),
-        ),
+        data: () => last ?? {},
+        python: () =>
+          [
+            "import json, urllib.request",
+            "",
+            `print(json.load(urllib.request.urlopen("${location.origin}/slots")))`,
+          ].join("\n"),
       },
       body,
     ),
@@ -80,16 +78,14 @@ export function capturePage(store) {
       "Activations captured to files. Durable means written, synced and checksummed.",
       {
         name: "captures",
-        tools: exportButtons(
-          () => result ?? {},
-          () =>
-            [
-              "from birkhoff.capture.store.reader import read_request",
-              "",
-              'for entry in read_request("captures/TAG/REQUEST").values():',
-              "    print(entry.layer, entry.hook, entry.array.shape)",
-            ].join("\n"),
-        ),
+        data: () => result ?? {},
+        python: () =>
+          [
+            "from birkhoff.capture.store.reader import read_request",
+            "",
+            'for entry in read_request("captures/TAG/REQUEST").values():',
+            "    print(entry.layer, entry.hook, entry.array.shape)",
+          ].join("\n"),
       },
       stack(
         h("div", { class: "row" },

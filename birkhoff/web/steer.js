@@ -2,7 +2,7 @@
 import { post } from "./api.js";
 import { lineChart, nice } from "./chart.js";
 import { streamColour, ink } from "./colour.js";
-import { empty, exportButtons, fault, fill, h, note, panel, short, stack, table, visible } from "./dom.js";
+import { empty, fault, fill, h, note, panel, short, stack, table, visible } from "./dom.js";
 import { firstEdit, grammar, interventions, kindEdit, layersOf, vectorEdit } from "./edits.js";
 import { CLASSES, KINDS } from "./kinds.js";
 import { chatPython, sweepPython } from "./python.js";
@@ -206,14 +206,12 @@ export function steerPage(store) {
         "seed in the same batch. Wavy underlines mark differences.",
       {
         name: "bench",
-        tools: exportButtons(
-          () => ({
-            edits: store.state.edits,
-            steered: runOf(store.state, "steer").run.tokens,
-            plain: runOf(store.state, "steer").run.twin?.tokens,
-          }),
-          () => chatPython(store.state, messages(), active(store.state)),
-        ),
+        data: () => ({
+          edits: store.state.edits,
+          steered: runOf(store.state, "steer").run.tokens,
+          plain: runOf(store.state, "steer").run.twin?.tokens,
+        }),
+        python: () => chatPython(store.state, messages(), active(store.state)),
       },
       h("div", { class: "bench" },
         stack(
@@ -241,10 +239,8 @@ export function steerPage(store) {
         "repetition. The knee is the largest strength before either leaves the normal range.",
       {
         name: "sweep",
-        tools: exportButtons(
-          () => store.state.sweep ?? {},
-          () => sweepPython(store.state, messages(), active(store.state), strengthsOf(active(store.state)[0])),
-        ),
+        data: () => store.state.sweep ?? {},
+        python: () => sweepPython(store.state, messages(), active(store.state), strengthsOf(active(store.state)[0])),
       },
       stack(
         h("div", { class: "row live" },

@@ -30,7 +30,6 @@ function explain(token, branch) {
             ? h(
                 "button",
                 {
-                  type: "button",
                   class: "small",
                   onclick: () => {
                     hideTip();

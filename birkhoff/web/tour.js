@@ -18,8 +18,8 @@ export function startTour(store) {
     shown = null;
   const text = h("p", {}),
     count = h("span", { class: "note" }),
-    back = h("button", { type: "button", class: "small", onclick: () => go(at - 1) }, "Back"),
-    next = h("button", { type: "button", class: "small main", id: "tour-next", onclick: () => go(at + 1) }, "Next");
+    back = h("button", { class: "small", onclick: () => go(at - 1) }, "Back"),
+    next = h("button", { class: "small main", id: "tour-next", onclick: () => go(at + 1) }, "Next");
   const close = () => {
     shown?.classList.remove("toured");
     card.remove();
@@ -35,7 +35,7 @@ export function startTour(store) {
       count,
       back,
       next,
-      h("button", { type: "button", class: "small", id: "tour-close", onclick: close }, "Close"),
+      h("button", { class: "small", id: "tour-close", onclick: close }, "Close"),
     ),
   );
   card.addEventListener("keydown", (event) => {

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -76,3 +77,13 @@ def _range_text(low: int | None, high: int | None) -> str:
     if high is None:
         return "a whole number" if low is None else f"a whole number from {low} up"
     return f"a whole number up to {high}" if low is None else f"a whole number from {low} to {high}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is localhost or a literal loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 from birkhoff.api.options import NOT_VLLM, EngineOptions
 from birkhoff.errors import OptionError, quoted
-from birkhoff.server.server_settings import ServerSettings, is_loopback
+from birkhoff.option_checks import is_loopback
+from birkhoff.server.server_settings import ServerSettings
 from birkhoff.vllm.open_engine import VllmSettings, installed_version
 from birkhoff.vllm.serve_command import STEERING_KEY, serve_command, serve_environment
 from birkhoff.weights.locate import locate
@@ -82,23 +84,24 @@ def serve_vllm(
     )
     environment = serve_environment(engine, on_cpu, os.environ)
     if settings.steering_api_key:
-        environment[STEERING_KEY] = settings.steering_api_key[0]
+        environment[STEERING_KEY] = " ".join(settings.steering_api_key)
     process = subprocess.Popen(command, env=environment, stdout=2)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: process.send_signal(received))
     scheme = "https" if settings.ssl_certfile else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     threading.Thread(
-        target=_announce_when_ready,
-        args=(process, f"{scheme}://{settings.host}:{port}", announce),
-        daemon=True,
+        target=_announce_when_ready, args=(process, f"{scheme}://{host}:{port}", announce), daemon=True
     ).start()
     return process.wait()
 
 
 def _announce_when_ready(process: subprocess.Popen[bytes], url: str, announce: Callable[[str], None]) -> None:
+    context = ssl.create_default_context()  # the certificate may be for another name than this address
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     while process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with urllib.request.urlopen(f"{url}/health", timeout=5, context=context):
                 announce(url)
                 return
         except (urllib.error.URLError, OSError):

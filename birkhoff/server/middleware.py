@@ -25,11 +25,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birkhoff.errors import quoted
+from birkhoff.option_checks import is_loopback
 from birkhoff.server.access_log import AccessLog, Generated
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.links import SignedLinks
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.server_settings import ServerSettings, is_loopback
+from birkhoff.server.server_settings import ServerSettings
 
 PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version"})
 PUBLIC_PREFIX = "/assets/"

@@ -10,13 +10,12 @@ This module imports neither PyTorch nor pydantic, so that the command line can l
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from birkhoff.api.options import EngineOptions, help_text
 from birkhoff.errors import OptionError, quoted
-from birkhoff.option_checks import check_bool, check_choice, check_float, check_int
+from birkhoff.option_checks import check_bool, check_choice, check_float, check_int, is_loopback
 
 MIB = 1 << 20
 MAX_SECONDS = 86400
@@ -135,13 +134,3 @@ class ServerSettings:
             check_int(name, value, *INT_RANGES.get(name, (1, MAX_COUNT)))
         elif not isinstance(value, str):
             raise OptionError(f"{name} is {quoted(value)}, expected text.")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is localhost or a literal loopback address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

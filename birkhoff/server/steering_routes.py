@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.errors import quoted
+from birkhoff.option_checks import is_loopback
 from birkhoff.sae.sae_manifest import MODULE_KINDS
 from birkhoff.server.api_errors import ApiError, bad_request, conflict
 from birkhoff.server.body import StrictBody
@@ -23,7 +24,7 @@ from birkhoff.server.global_steering import GlobalSteering, GlobalSteeringBody, 
 from birkhoff.server.middleware import find_key
 from birkhoff.server.reply import json_response
 from birkhoff.server.sae_modules import SaeFields, read_saes
-from birkhoff.server.server_settings import ServerSettings, is_loopback
+from birkhoff.server.server_settings import ServerSettings
 from birkhoff.steering.tiers import SteeringModule
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_encoding import unpacked_vector

@@ -47,24 +47,8 @@ class ArmedLayer(nn.Module):
         return hidden_states, residual
 
 
-class ArmedNorm(nn.Module):
-    """A norm that adds its input to the residual: the site is the sum."""
-
-    def __init__(self, norm: nn.Module, number: int, site: Site, call: SiteCall):
-        super().__init__()
-        self.norm = norm
-        self._number = number
-        self._site = site
-        self._call = call
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual
-        self._call(total, self._number, self._site)
-        return self.norm(total), total
-
-
-class ArmedInput(nn.Module):
-    """A module whose first argument is a site."""
+class ArmedModule(nn.Module):
+    """A module of a layer with one site."""
 
     def __init__(self, module: nn.Module, number: int, site: Site, call: SiteCall):
         super().__init__()
@@ -72,6 +56,19 @@ class ArmedInput(nn.Module):
         self._number = number
         self._site = site
         self._call = call
+
+
+class ArmedNorm(ArmedModule):
+    """A norm that adds its input to the residual: the site is the sum."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        self._call(total, self._number, self._site)
+        return self.module(total), total
+
+
+class ArmedInput(ArmedModule):
+    """A module whose first argument is a site."""
 
     def forward(self, x: torch.Tensor, *more: Any, **named: Any) -> Any:
         x = x.clone()
@@ -79,15 +76,8 @@ class ArmedInput(nn.Module):
         return self.module(x, *more, **named)
 
 
-class ArmedOutput(nn.Module):
+class ArmedOutput(ArmedModule):
     """A module whose output is a site."""
-
-    def __init__(self, module: nn.Module, number: int, site: Site, call: SiteCall):
-        super().__init__()
-        self.module = module
-        self._number = number
-        self._site = site
-        self._call = call
 
     def forward(self, *given: Any, **named: Any) -> torch.Tensor:
         out: torch.Tensor = self.module(*given, **named).clone()
@@ -103,20 +93,19 @@ def arm_ordinary(inner: Any, architecture: str, armed: Mapping[str, Sequence[int
     def has(site: Site, number: int) -> bool:
         return number in armed.get(site.name, ())
 
+    wrapped = (
+        (names.attn_out, ATTN_OUT, ArmedOutput),
+        (names.adding_norm, POST_ATTN, ArmedNorm),
+        (names.mlp, MLP_IN, ArmedInput),
+        (names.mlp_out, MLP_OUT, ArmedOutput),
+    )
     for number in numbers:
         if not any(has(site, number) for site in (PRE_ATTN, ATTN_OUT, POST_ATTN, MLP_IN, MLP_OUT, POST_MLP)):
             continue
         layer = shallow_copy(inner.layers[number])
-        if has(ATTN_OUT, number):
-            attn_out = ArmedOutput(getattr(layer, names.attn_out), number, ATTN_OUT, call)
-            setattr(layer, names.attn_out, attn_out)
-        if has(POST_ATTN, number):
-            norm = ArmedNorm(getattr(layer, names.adding_norm), number, POST_ATTN, call)
-            setattr(layer, names.adding_norm, norm)
-        if has(MLP_IN, number):
-            setattr(layer, names.mlp, ArmedInput(getattr(layer, names.mlp), number, MLP_IN, call))
-        if has(MLP_OUT, number):
-            setattr(layer, names.mlp_out, ArmedOutput(getattr(layer, names.mlp_out), number, MLP_OUT, call))
+        for name, site, kind in wrapped:
+            if has(site, number):
+                setattr(layer, name, kind(getattr(layer, name), number, site, call))
         before, after = has(PRE_ATTN, number), has(POST_MLP, number)
         if before or after:
             layer = ArmedLayer(layer, number, before, after, call)

@@ -37,6 +37,15 @@ USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "GPUModelRunner._determine_batch_execution_and_padding",
         ("num_tokens", "force_eager"),
     ),
+    (
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.execute_model",
+        ("scheduler_output", "intermediate_tensors", "dummy_run"),
+    ),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner._dummy_run", ("num_tokens", "is_profile")),
+    ("vllm.v1.worker.gpu.model_states.interface", "ModelState.add_request", ("req_index", "new_req_data")),
+    ("vllm.v1.worker.gpu.model_states.interface", "ModelState.remove_request", ("req_id",)),
+    ("vllm.v1.worker.gpu.model_states.interface", "ModelState.prepare_inputs", ("input_batch", "req_states")),
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.__init__", ("vllm_config", "device")),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
@@ -114,8 +123,13 @@ def refusals(config: Any) -> Iterator[str]:
         yield "micro-batches divide the rows of a step"
     if scheduler.async_scheduling:
         yield "asynchronous scheduling runs ahead of the accepted tokens"
-    if getattr(config, "use_v2_model_runner", False):
-        yield "the V2 model runner has an adapter that was not run yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if config.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE":
+        yield (
+            "the V2 model runner chooses a CUDA graph before a step can refuse it; set enforce_eager, or "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if config.use_v2_model_runner and config.device_config.device_type == "cpu":
+        yield "the V2 model runner of CPUs has no adapter; set VLLM_USE_V2_MODEL_RUNNER=0"
     if config.kv_transfer_config is not None:
         yield "KV connectors bring cached state that was computed without the edits"
     if config.model_config.enable_prompt_embeds:

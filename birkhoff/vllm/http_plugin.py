@@ -1,7 +1,8 @@
 """The endpoint plugin of `vllm serve`: routes for modules, dictionaries and captures, beside its own.
 
 Loaded by vLLM when `VLLM_PLUGINS` names `birkhoff`. Paths and answers are those of `birkhoff serve`. Changes need
-the steering key if one is set (`BIRKHOFF_STEERING_API_KEY`); all routes are behind vLLM's API key, if that is set."""
+the steering key (`BIRKHOFF_STEERING_API_KEY`), or a loopback address if none is set; all routes are behind vLLM's API
+key, if that is set."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import BirkhoffError, CaptureFileError, RequestError, SteeringError, quoted
 from birkhoff.hooks.field_paths import check_keys
+from birkhoff.option_checks import is_loopback
 from birkhoff.sae.sae_manifest import MODULE_KINDS
 from birkhoff.steering.tiers import CLAMPS, VECTORS, SteeringModule
 from birkhoff.steering.vector import Vector
@@ -52,6 +54,7 @@ class HookRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is not None:
             state.birkhoff = HttpFront(engine_client, asyncio.get_running_loop())
+            state.birkhoff_is_local = is_loopback(args.host or "")
 
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -190,9 +193,13 @@ async def unregister(front: HttpFront, request: Request) -> dict[str, Any]:
 
 async def _body(request: Request) -> dict[str, Any]:
     """The JSON object of a request that changes something: the steering key is checked first."""
-    key = os.environ.get(STEERING_KEY)
-    if key and not hmac.compare_digest(request.headers.get("x-steering-key", "").encode(), key.encode()):
+    keys = os.environ.get(STEERING_KEY, "").split()
+    given = request.headers.get("x-steering-key", "").encode()
+    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
         raise _Refused(401, "changes need the steering key. Send it as x-steering-key.", "steering-key")
+    if not keys and not request.app.state.birkhoff_is_local:
+        why = f"this server has no steering key, so nothing can be changed from here. Start it with {STEERING_KEY}"
+        raise _Refused(401, f"{why} set, or on a loopback address.", "steering-key")
     try:
         body = json.loads(await request.body())
     except ValueError:

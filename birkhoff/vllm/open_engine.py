@@ -98,6 +98,13 @@ class VllmSettings:
         config = self.config
         return parse_hooks(self.hooks, architecture_of(config), int(config["num_hidden_layers"]))
 
+    def check_further(self) -> None:
+        """Refuse arguments of vLLM that are set here."""
+        for name, option in COMPOSED.items():
+            if name in self.further:
+                instead = f"use the option {option}" if option else "it is set by this backend"
+                raise OptionError(f"vllm has {quoted(name)}: {instead}.")
+
     def additional_config(self) -> dict[str, Any]:
         """What the workers read of us; vLLM makes it part of the key of compiled graphs."""
         root = None if self.capture_root is None else str(Path(self.capture_root).absolute())
@@ -146,10 +153,7 @@ class StartedEngine:
 
 def start(settings: VllmSettings) -> StartedEngine:
     """Check and start. Everything that can be refused is refused before a process is started or a weight is read."""
-    for name, option in COMPOSED.items():
-        if name in settings.further:
-            instead = f"use the option {option}" if option else "it is set by this backend"
-            raise OptionError(f"vllm has {quoted(name)}: {instead}.")
+    settings.check_further()
     armed = settings.armed
     vllm = library()
     from vllm.engine.arg_utils import EngineArgs

@@ -146,10 +146,11 @@ class RankRequests:
         request = self._requests.pop(key, None)
         if request is not None:
             request.plan.close("cancelled", 0)
-            self._release(request)
+            if request.request_id is not None:
+                request.plan.release()
 
     def start(self, request_id: str, key: str) -> None:
-        """The scheduler sends the request for the first time."""
+        """The scheduler sends the request for the first time, or again after `end`."""
         request = self._requests.get(key)
         if request is None or request.request_id is not None:
             return  # ended before it started, or preempted and sent again
@@ -159,9 +160,10 @@ class RankRequests:
         self._running[request_id] = request
 
     def end(self, request_id: str) -> None:
-        """The scheduler has dropped the request: no token of it is computed any more."""
+        """The scheduler has dropped the request: no token of it is computed any more, unless it starts again."""
         request = self._running.pop(request_id, None)
         if request is not None:
+            request.request_id = None
             request.plan.release()
             if request.captured:
                 self._requests.pop(request.spec.key, None)
@@ -186,9 +188,8 @@ class RankRequests:
                 report.errors.append(job.error)
         if request.written is not None:
             report.files = request.written.result().to_json()
-        if request.request_id is None or request.request_id not in self._running:
+        if request.request_id is None:
             self._requests.pop(key, None)
-            self._release(request)
         return asdict(report)
 
     def begin(self, rows: Iterable[StepRows], num_rows: int) -> list[Plan]:
@@ -306,10 +307,6 @@ class RankRequests:
         (job,) = self.planner.captures.plan(capture, spec.prompt_ids, spec.max_tokens).jobs
         assert isinstance(job, CaptureJob)
         return job
-
-    def _release(self, request: RankRequest) -> None:
-        if request.request_id is not None:
-            request.plan.release()
 
 
 def armed_keys(armed: Mapping[str, Sequence[int]], layers: Iterable[int]) -> list[Key]:

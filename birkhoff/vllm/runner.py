@@ -12,15 +12,25 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from birkhoff.vllm.model_state import V2Steps
 from birkhoff.vllm.rank_requests import RankRequests, StepRows
 from birkhoff.vllm.spec import RequestMark
 
 
 class HookedRunner(GPUModelRunner):  # type: ignore[misc]
-    """The V1 runner, hooked. `hooked` is set once the model is loaded."""
+    """The V1 runner, hooked. It is armed once the model is loaded."""
 
     hooked: RankRequests | None = None
     _drafts: Mapping[str, Sequence[int]] = {}  # draft tokens of the step, by request
+
+    def arm(self, hooked: RankRequests) -> None:
+        self.hooked = hooked
+
+    def probe(self, num_rows: int, mode: Any = None, uniform: bool = False) -> Any:
+        """A forward pass of `num_rows` dummy tokens; what the rank computes. `mode` None: as vLLM runs that many;
+        `uniform`: of as many requests that decode."""
+        options = {"cudagraph_runtime_mode": mode, "uniform_decode": uniform}
+        return self._dummy_run(num_rows, force_attention=True, **options)[0]
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         hooked = self.hooked
@@ -90,3 +100,13 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
 
 class HookedCpuRunner(HookedRunner, CPUModelRunner):  # type: ignore[misc]
     """The V1 runner of CPUs, hooked."""
+
+
+def make_v2_runner(config: Any, device: torch.device) -> Any:
+    """The V2 runner of GPUs, hooked."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+
+    class HookedV2Runner(V2Steps, V2Runner):  # type: ignore[misc]
+        pass
+
+    return HookedV2Runner(config, device)

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from birkhoff.errors import OptionError, quoted
-from birkhoff.vllm.open_engine import COMPOSED, CPU_WORKER, GPU_WORKER, SCHEDULER, VllmSettings
+from birkhoff.vllm.open_engine import VllmSettings
 
 MIDDLEWARE = "birkhoff.vllm.http_fields.HookFields"
-STEERING_KEY = "BIRKHOFF_STEERING_API_KEY"  # the environment variable of the key for changes
+STEERING_KEY = (
+    "BIRKHOFF_STEERING_API_KEY"  # the environment variable of the keys for changes, separated by spaces
+)
 PLUGIN = "birkhoff"  # the endpoint plugin, as VLLM_PLUGINS names it
 
 
@@ -25,41 +26,22 @@ def serve_command(
     more: Mapping[str, str] = {},
 ) -> list[str]:
     """The arguments of a process that serves the model. `more` are further flags with their values."""
-    for name in settings.further:
-        if name in COMPOSED:
-            raise OptionError(
-                f"vllm has {quoted(name)}, which an option of birkhoff sets or this backend itself."
-            )
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(settings.path)]
-    flags: dict[str, Any] = {
+    settings.check_further()
+    arguments = settings.arguments(on_cpu)
+    arguments.pop("skip_tokenizer_init")  # the server makes text
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", arguments.pop("model")]
+    flags = {
         "host": host,
         "port": port,
-        "served-model-name": served_name or settings.name,
-        "dtype": settings.dtype,
-        "max-num-seqs": settings.max_requests,
-        "max-num-batched-tokens": settings.max_batch_tokens,
-        "max-model-len": settings.max_context,
-        "kv-cache-memory-bytes": settings.cache_bytes,
-        "tensor-parallel-size": settings.tensor_parallel_size,
-        "pipeline-parallel-size": settings.pipeline_parallel_size,
-        "worker-cls": CPU_WORKER if on_cpu else GPU_WORKER,
-        "scheduler-cls": SCHEDULER,
+        "served_model_name": served_name or settings.name,
         "middleware": MIDDLEWARE,
-        "additional-config": json.dumps(settings.additional_config()),
         **more,
+        **arguments,
     }
     for name, value in flags.items():
-        if value is not None:
-            command += [f"--{name}", str(value)]
-    command.append("--no-async-scheduling")
-    if settings.prefix_cache is not None:
-        command.append("--enable-prefix-caching" if settings.prefix_cache else "--no-enable-prefix-caching")
-    if not on_cpu and settings.armed and "enforce_eager" not in settings.further:
-        command.append("--enforce-eager")
+        command += _flag(name, value)
     if api_keys:
         command += ["--api-key", *api_keys]
-    for name, value in settings.further.items():
-        command += _flag(name, value)
     return command
 
 

@@ -29,7 +29,7 @@ from birkhoff.vllm.armed_v4 import arm_v4
 from birkhoff.vllm.compatibility import armed_of, check_config, check_layer, check_names, own_config
 from birkhoff.vllm.rank_requests import RankRequests, armed_keys
 from birkhoff.vllm.recorded_sites import RecordedSites, RecordedSteps
-from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner
+from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner, make_v2_runner
 from birkhoff.vllm.self_check import check_recorded, check_sites
 from birkhoff.vllm.site_op import CONTEXT, in_graph, site_call
 from birkhoff.vllm.switched_model import arm_model
@@ -49,7 +49,8 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         if not self.armed:
             return super()._make_model_runner()
         check_config(self.vllm_config)
-        return HookedRunner(self.vllm_config, self.device)
+        make = make_v2_runner if self.use_v2_model_runner else HookedRunner
+        return make(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -86,7 +87,7 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
             **own.get("capture_queues", {}),
         )
         self.hooked = RankRequests(planner, self.device, writes, recorded, in_graph)
-        self.model_runner.hooked = self.hooked
+        self.model_runner.arm(self.hooked)
         self.vllm_config.compilation_config.static_forward_context[CONTEXT] = self.hooked
         if architecture == V4:
             arm = partial(arm_v4, armed=self.armed, tap_at=self.hooked.at)
@@ -158,22 +159,13 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         if rows and mode.decode_mode() == CUDAGraphMode.FULL and mode.separate_routine():
             yield True, min(rows, self.vllm_config.scheduler_config.max_num_seqs)
 
-    def _probe(self, num_rows: int, mode: Any = None, uniform: bool = False) -> torch.Tensor:
-        """A forward pass of `num_rows` dummy tokens; what the rank hands on. `mode` None: as vLLM runs that many;
-        `uniform`: of as many requests that decode."""
-        seen: list[Any] = []
-        handle = self.model_runner.get_model().register_forward_hook(lambda *_: seen.append(_[2]))
-        try:
-            self.model_runner._dummy_run(
-                num_rows, force_attention=True, cudagraph_runtime_mode=mode, uniform_decode=uniform
-            )
-        finally:
-            handle.remove()
-        output = seen[-1]
+    def _probe(self, num_rows: int, **options: Any) -> torch.Tensor:
+        """What the rank hands on after a forward pass of `num_rows` dummy tokens."""
+        output = self.model_runner.probe(num_rows, **options)
         if hasattr(output, "tensors"):  # an earlier stage of a pipeline
             output = sum(tensor.float().flatten(1) for tensor in output.tensors.values())
-        rows: torch.Tensor = output
-        return rows[:num_rows]
+        rows: torch.Tensor = output[:num_rows]
+        return rows
 
     def shutdown(self) -> None:
         if self.hooked is not None:

@@ -8,10 +8,11 @@ import json
 import pytest
 
 from birkhoff.errors import OptionError
+from birkhoff.option_checks import is_loopback
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.body import RequestBody, StrictBody, parse_json, validate
-from birkhoff.server.server_settings import ServerSettings, is_loopback
+from birkhoff.server.server_settings import ServerSettings
 from tests.cli.conftest import birkhoff
 from tests.server.conftest import serving
 

@@ -268,44 +268,97 @@ def test_what_a_rank_refuses_is_said_and_nothing_is_kept():
     assert len(rank.requests) == 0 and rank.requests.counts()["requests"] == 0
 
 
-def test_a_batch_of_the_v2_runner_has_the_same_rows():
-    """The batch is made by hand: two hooked requests, one draft that is rejected, one other request, and padding."""
-    rank = Rank()
-    steps = V2Steps(rank.requests)
-    for key, request_id in (("k", "a"), ("plain", "b")):
-        rank.prepare(key)
-        params = SimpleNamespace(extra_args={FIELD: RequestMark(key).to_text()})
-        steps.add_request(SimpleNamespace(req_id=request_id, sampling_params=params))
-    steps.add_request(SimpleNamespace(req_id="other", sampling_params=SimpleNamespace(extra_args=None)))
+class OwnState:
+    """A model state of vLLM: what is asked of it is counted."""
 
-    def run(parts, drafts=None):
+    max_model_len = 77
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        return lambda *given: self.asked.append(name) or {"positions": None}
+
+
+class OwnV2Runner:
+    """A V2 runner in the order of vLLM's: requests that ended or were preempted, new ones, the batch, the model."""
+
+    def __init__(self, model):
+        self.model = model
+        self.model_state = OwnState()
+
+    def execute_model(self, gone, new, parts, drafts=None):
+        for request_id in gone:
+            self.model_state.remove_request(request_id)
+        for request_id, key in new:
+            self.model_state.remove_request(request_id)
+            extra = None if key is None else {FIELD: RequestMark(key).to_text()}
+            params = SimpleNamespace(extra_args=extra)
+            self.model_state.add_request(0, SimpleNamespace(req_id=request_id, sampling_params=params))
         ids = [token for _, _, tokens in parts for token in tokens]
-        starts = [0]
-        for _, _, tokens in parts:
-            starts.append(starts[-1] + len(tokens))
         padded = torch.tensor([*ids, 0, 0])
         batch = SimpleNamespace(
             req_ids=[name for name, _, _ in parts],
             num_reqs=len(parts),
-            query_start_loc_np=np.array(starts),
+            query_start_loc_np=np.cumsum([0, *(len(tokens) for _, _, tokens in parts)]),
             num_computed_tokens_np=np.array([start for _, start, _ in parts]),
             num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
             input_ids=padded,
             num_tokens_after_padding=len(padded),
         )
-        steps.prepare_inputs(batch)
-        rank.model(embed(padded.tolist()))
-        steps.postprocess_state()
+        assert self.model_state.prepare_inputs(batch, None) == {"positions": None}
+        if -1 in ids:
+            raise RuntimeError("the step failed")
+        return self.model(embed(padded.tolist()))
 
-    run([("b", 0, [5, 6]), ("other", 0, [1, 2, 3]), ("a", 0, [5, 6, 7, 8])])
-    run([("a", 4, [11, 12]), ("b", 2, [7, 8]), ("other", 3, [4])], drafts=[1, 0, 0])
-    run([("b", 4, [11]), ("a", 5, [13])])
+
+class HookedV2Runner(V2Steps, OwnV2Runner):
+    pass
+
+
+def v2_runner(rank):
+    runner = HookedV2Runner(rank.model)
+    runner.arm(rank.requests)
+    return runner
+
+
+def test_a_batch_of_the_v2_runner_has_the_same_rows():
+    """The batch is made by hand: two hooked requests, one draft that is rejected, one other request, and padding."""
+    rank = Rank()
+    runner = v2_runner(rank)
+    for key in ("k", "plain"):
+        rank.prepare(key)
+    assert runner.model_state.max_model_len == 77
+    new = [("a", "k"), ("b", "plain"), ("other", None)]
+    runner.execute_model([], new, [("b", 0, [5, 6]), ("other", 0, [1, 2, 3]), ("a", 0, [5, 6, 7, 8])])
+    runner.execute_model([], [], [("a", 4, [11, 12]), ("b", 2, [7, 8]), ("other", 3, [4])], [1, 0, 0])
+    with pytest.raises(RuntimeError, match="the step failed"):
+        runner.execute_model([], [], [("b", 4, [11]), ("a", 5, [-1])])
+    runner.execute_model([], [], [("b", 4, [11]), ("a", 5, [13])])
     for key, ids in (("k", (*PROMPT, 11, 13)), ("plain", (*PROMPT, 11))):
         (rows,) = unpack_rows(rank.report(key, len(ids) + 1).rows[0])
         assert rows.token_ids == ids and rows.positions == tuple(range(len(ids)))
-    for request_id in ("a", "b", "other"):
-        steps.remove_request(request_id)
-    assert len(rank.requests) == 0
+    runner.execute_model(["a", "b", "other"], [], [("x", 0, [1])])
+    assert len(rank.requests) == 0 and rank.requests.counts()["requests"] == 0
+
+
+def test_a_preempted_request_of_the_v2_runner_is_hooked_again():
+    """V2 removes a preempted request and adds it again, with its generated tokens as part of what is computed."""
+    rank = Rank()
+    runner = v2_runner(rank)
+    rank.prepare(edits=[Add(torch.full((D,), 9.0), "post_mlp", [1], phase="decode")])
+    runner.execute_model([], [("a", "k")], [("a", 0, list(PROMPT))])
+    steered = runner.execute_model([], [], [("a", 4, [11])])
+    plain = runner.execute_model(["a"], [], [("x", 4, [11])])
+    assert not torch.allclose(steered[0], plain[0], atol=1e-3) and len(rank.requests) == 0
+    again = runner.execute_model([], [("a", "k")], [("a", 0, [*PROMPT, 11])])
+    assert torch.allclose(again[4], steered[0], atol=1e-5)
+    runner.execute_model([], [], [("a", 5, [12])])
+    report = rank.report("k", 7)
+    (rows,) = unpack_rows(report.rows[0])
+    assert rows.token_ids == (*PROMPT, 11, 12) and report.steered_positions() == {4, 5}
+    runner.execute_model(["a"], [], [("x", 0, [1])])
+    assert rank.requests.counts()["requests"] == 0
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 3))

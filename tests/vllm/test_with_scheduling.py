@@ -17,6 +17,7 @@ from tests.vllm.models import CONTEXT, LAYERS, D, make_model, prompts_of
 pytestmark = pytest.mark.vllm
 VECTOR = torch.randn(D, generator=torch.Generator().manual_seed(1))
 EDIT = [Add(VECTOR, "pre_attn", [1], scale=3.0)]
+ARMED = [0, 1, 3]
 DECODE = [Add(VECTOR, "pre_attn", [1], scale=3.0, phase="decode")]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SMALL = {
@@ -174,15 +175,23 @@ def test_what_vllm_cannot_do_is_refused(engine):
     assert len(engine.generate([5, 6], max_tokens=2, **GREEDY).token_ids) == 2
 
 
-def test_drafts_that_are_rejected_leave_no_rows(model, monkeypatch):
-    folder, reference = model
+@pytest.fixture(scope="module")
+def drafting(model):
+    """An engine with n-gram drafts, in which one layer has no armed site."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     further = {"enforce_eager": True, "seed": 0, "speculative_config": drafts}
+    hooks = {"pre_attn": ARMED, "post_mlp": ARMED}
+    with birkhoff.load(model[0] / "model", hooks=hooks, vllm=further, **SMALL) as engine:
+        yield engine
+
+
+def test_drafts_that_are_rejected_leave_no_rows(drafting, model, monkeypatch):
+    _, reference = model
     prompts = [
         (prompt * 4)[:length] for prompt, length in zip(prompts_of(12, 12, 12, 12, seed=1), (40, 33, 45, 20))
     ]
     steer = [None, EDIT, EDIT, None]
-    every = Capture({"pre_attn": "all", "post_mlp": "all"}, "all")
+    every = Capture({"pre_attn": ARMED, "post_mlp": ARMED}, "all")
     drafted = []
     begin = RankRequests.begin
 
@@ -192,8 +201,7 @@ def test_drafts_that_are_rejected_leave_no_rows(model, monkeypatch):
         return plans
 
     monkeypatch.setattr(RankRequests, "begin", counted)
-    with birkhoff.load(folder / "model", vllm=further, **SMALL) as engine:
-        outputs = engine.generate(prompts, steer=steer, capture=every, max_tokens=40, **GREEDY)
+    outputs = drafting.generate(prompts, steer=steer, capture=every, max_tokens=40, **GREEDY)
     assert sum(drafted) > 20, "tokens were drafted"
     for prompt, edit, output in zip(prompts, steer, outputs):
         tokens, seen = text(reference, prompt, 40, steered if edit else None)
@@ -203,6 +211,23 @@ def test_drafts_that_are_rejected_leave_no_rows(model, monkeypatch):
                 (prompt + tokens)[:-1]
             )
             assert worst_error(rows.tensor, seen[key]) < 1e-4, key
+
+
+def test_idle_steps_and_unarmed_layers_are_vllm_itself(drafting, model):
+    (prompt,) = prompts_of(20, seed=12)
+    inner = runner_of(drafting).get_model().model
+    check_own(inner.own)
+    same = [layer is own for layer, own in zip(inner.armed.layers, inner.own.layers)]
+    assert same == [number not in ARMED for number in range(LAYERS)]
+    own, armed = inner.own.layers[1], inner.armed.layers[1].layer
+    assert armed.mlp is own.mlp
+    ran = []
+    own.register_forward_hook(lambda module, *_: ran.append(module))  # a copy has it too
+    output = drafting.generate(prompt, max_tokens=6, **GREEDY)
+    assert list(output.token_ids) == text(model[1], prompt, 6)[0] and set(ran) == {own}
+    ran.clear()
+    drafting.generate(prompt, capture=Capture({"post_mlp": [1]}, "all"), max_tokens=6, **GREEDY)
+    assert set(ran) == {armed}
 
 
 def test_nothing_armed_is_vllm_itself(model):
@@ -220,26 +245,6 @@ def test_nothing_armed_is_vllm_itself(model):
         assert list(output.token_ids) == text(reference, prompt, 6)[0]
         with pytest.raises((SiteError, OptionError, birkhoff.BirkhoffError), match="pre_attn"):
             engine.generate(prompt, steer=EDIT, max_tokens=2, **GREEDY)
-
-
-def test_idle_steps_and_unarmed_layers_are_vllm_itself(model):
-    folder, reference = model
-    (prompt,) = prompts_of(20, seed=12)
-    options = {"hooks": {"post_mlp": [1]}, "vllm": {"enforce_eager": True, "seed": 0}, **SMALL}
-    with birkhoff.load(folder / "model", **options) as engine:
-        inner = runner_of(engine).get_model().model
-        check_own(inner.own)
-        assert [layer is own for layer, own in zip(inner.armed.layers, inner.own.layers)] == [
-            number != 1 for number in range(LAYERS)
-        ]
-        ran = []
-        own, armed = inner.own.layers[1], inner.armed.layers[1].layer
-        own.register_forward_hook(lambda module, *_: ran.append(module))  # a copy has it too
-        output = engine.generate(prompt, max_tokens=6, **GREEDY)
-        assert list(output.token_ids) == text(reference, prompt, 6)[0] and set(ran) == {own}
-        ran.clear()
-        engine.generate(prompt, capture=Capture({"post_mlp": [1]}, "all"), max_tokens=6, **GREEDY)
-        assert set(ran) == {armed} and armed.mlp is own.mlp
 
 
 def runner_of(engine):

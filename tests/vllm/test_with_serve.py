@@ -283,6 +283,10 @@ def test_the_command_of_the_documentation(folder, theirs, tmp_path):
         assert answer.model_extra["interp"]["rows_steered"] == len(ids) + 7
         entry = read_request(root / "t" / "line")["post_mlp", 2]
         assert worst_error(torch.from_numpy(entry.values()), seen["post_mlp", 2]) < 1e-4
+        body = json.dumps({"name": "calm", "vector": VECTOR.tolist()}).encode()
+        with pytest.raises(urllib.error.HTTPError) as refused:  # it listens on all addresses, without a key
+            urllib.request.urlopen(f"{url}/v1/steering/modules/register", body, timeout=300)
+        assert refused.value.code == 401 and b"no steering key" in refused.value.read()
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(300)

@@ -169,10 +169,6 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _refuse_constant(word: str) -> None:
-    raise ValueError(word)
-
-
 def _digest(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

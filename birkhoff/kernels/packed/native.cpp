@@ -68,11 +68,6 @@ void birkhoff_dequantise(const Matrix *matrix, int64_t first, int64_t stop, floa
     });
 }
 
-// The given rows of a matrix as float32 [n, columns].
-void birkhoff_rows(const Matrix *matrix, const int64_t *rows, int n, float *out) {
-    for (int r = 0; r < n; r++) birkhoff_dequantise(matrix, rows[r], rows[r] + 1, out + r * matrix->columns, 1);
-}
-
 // Attention of one sequence; see attention.h.
 void birkhoff_attend(const float *queries, const float *recent, const float *entries, const uint8_t *selected,
                      const float *sink, float *out, int64_t length, int64_t past, int64_t oldest, int64_t entry_count,

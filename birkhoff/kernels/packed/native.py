@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
@@ -61,52 +61,13 @@ def native_library() -> ctypes.CDLL:
     assert native is not None, "there are no native kernels here"
     tables = [grid(name).contiguous() for name in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")]
     native.birkhoff_tables(*(c_void_p(table.data_ptr()) for table in tables))
-    native.birkhoff_products.argtypes = [
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_int,
-    ]
-    native.birkhoff_grouped.argtypes = [
-        c_void_p,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_int,
-    ]
+    strided = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)  # inputs, outputs, threads
+    native.birkhoff_products.argtypes = [c_void_p, c_int, *strided]
+    native.birkhoff_grouped.argtypes = [c_void_p, c_int64, *strided]
     native.birkhoff_dequantise.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
-    native.birkhoff_rows.argtypes = [c_void_p, c_void_p, c_int, c_void_p]
-    native.birkhoff_experts.argtypes = [
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_float,
-        c_void_p,
-        c_int,
-    ]
-    native.birkhoff_many_experts.argtypes = [
-        c_void_p,
-        c_int,
-        c_void_p,
-        c_int64,
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_float,
-        c_void_p,
-        c_int,
-    ]
+    routed = (c_void_p, c_void_p, c_int, c_float, c_void_p, c_int)
+    native.birkhoff_experts.argtypes = [c_void_p, c_int, c_void_p, c_int, *routed]
+    native.birkhoff_many_experts.argtypes = [c_void_p, c_int, c_void_p, c_int64, *routed]
     native.birkhoff_attend.argtypes = [*[c_void_p] * 6, *[c_int64] * 8, c_float, c_int]
     native.birkhoff_first_bad_row.argtypes = [c_void_p]
     native.birkhoff_first_bad_row.restype = c_int64
@@ -117,7 +78,6 @@ def native_library() -> ctypes.CDLL:
         "products",
         "grouped",
         "dequantise",
-        "rows",
         "experts",
         "many_experts",
         "attend",
@@ -231,19 +191,6 @@ def dequantise(matrix: PackedMatrix) -> torch.Tensor:
     return out
 
 
-class RowLookup(Matrices):
-    """`ids [n] -> [n, columns]`: rows of one matrix, as an embedding."""
-
-    def __init__(self, matrix: PackedMatrix):
-        super().__init__([matrix])
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        flat = ids.reshape(-1).long().contiguous()
-        out = torch.empty(len(flat), self.matrices[0].columns)
-        self.native.birkhoff_rows(self.address, flat.data_ptr(), len(flat), out.data_ptr())
-        return out.view(*ids.shape, -1)
-
-
 class ExpertProducts(Matrices):
     """Routed experts. `matrices`: gate, up and down of every expert."""
 
@@ -254,24 +201,24 @@ class ExpertProducts(Matrices):
 
     def add(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """out [n, d] += the weighted sum over the experts of each row of x [n, d]; ids int64 and weights [n, k]."""
-        self.native.birkhoff_experts(
-            self.address,
-            self.count,
-            x.data_ptr(),
-            x.shape[0],
-            ids.data_ptr(),
-            weights.data_ptr(),
-            ids.shape[1],
-            self.limit,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self._call(self.native.birkhoff_experts, x, ids, weights, out)
 
     def sum(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, d]: the weighted sum over the experts of each of many rows of x [n, d]; ids int64 and weights [n, k]."""
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        x = x.contiguous()
         out = torch.empty_like(x)
-        self.native.birkhoff_many_experts(
+        self._call(self.native.birkhoff_many_experts, x, ids.contiguous(), weights.contiguous(), out)
+        return out
+
+    def _call(
+        self,
+        function: Callable[..., None],
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        function(
             self.address,
             self.count,
             x.data_ptr(),
@@ -283,7 +230,6 @@ class ExpertProducts(Matrices):
             out.data_ptr(),
             torch.get_num_threads(),
         )
-        return out
 
 
 def attend(

@@ -14,7 +14,7 @@ from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, Routing, SiteContext
 from birkhoff.hooks.key_rules import KeyRules, key_rules
 from birkhoff.hooks.sites import ATTN_WEIGHTS, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
-from birkhoff.hooks.tap import Reads, RowReader, split_parts, stack_parts
+from birkhoff.hooks.tap import Reads, RowReader, TensorPair, split_parts, stack_parts
 
 Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
 RaggedCapture = Callable[[RowReader], None]  # takes a function that computes the rows of tokens
@@ -69,7 +69,7 @@ class SiteRunner:
             self.after([x])
         return x
 
-    def part(self, x: torch.Tensor, context: SiteContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, x: torch.Tensor, context: SiteContext) -> TensorPair:
         """A stream site: the tensor that is read and the tensor that is carried, the same one unless edits differ.
 
         Captures after the edits show the carried tensor, or the read tensor if only that is edited."""
@@ -155,15 +155,11 @@ class LayerTap:
             self._post_mix.post = x
         return x
 
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair:
         runner = self.sites.get(site.id)
         return (x, x) if runner is None else runner.part(x, SiteContext(self._post_mix.post, reads))
 
-    def route(
-        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair:
         runner = self.sites.get(site.id)
         if runner is None or not runner.edits:
             self.see(site, ids, weights)

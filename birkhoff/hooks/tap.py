@@ -33,11 +33,11 @@ from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
 Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
-Reads = Callable[
-    [torch.Tensor], torch.Tensor
-]  # streams [n, m, d] -> the weights [n, m] they would be read with
+TensorPair = tuple[torch.Tensor, torch.Tensor]
+# streams [n, m, d] -> the weights [n, m] they would be read with
+Reads = Callable[[torch.Tensor], torch.Tensor]
 RowReader = Callable[[Sequence[int]], list[torch.Tensor]]  # rows of a step -> for each, its rows [k, width]
-Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
+Part = Callable[[Site, int, torch.Tensor], TensorPair | None]
 
 
 class Tap(Protocol):
@@ -47,12 +47,8 @@ class Tap(Protocol):
     def changes(self, site: Site) -> RowChanges: ...
     def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None: ...
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def route(
-        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair: ...
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair: ...
     def see(self, site: Site, *parts: torch.Tensor) -> None: ...
     def at(self, layer: int) -> Tap: ...
 
@@ -62,7 +58,7 @@ def stack_parts(*parts: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts], dim=-1)
 
 
-def split_parts(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_parts(x: torch.Tensor, ids: torch.Tensor) -> TensorPair:
     """Ids and weights of experts stacked as [n, k, 2] float32; the ids in the dtype of `ids`."""
     return x[..., 0].to(ids.dtype), x[..., 1].contiguous()
 
@@ -84,14 +80,10 @@ class NoTap:
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair:
         return x, x
 
-    def route(
-        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair:
         return ids, weights
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
@@ -101,14 +93,12 @@ class NoTap:
         return self
 
 
-class EagerTap:
+class EagerTap(NoTap):
     """Calls `seen(site, layer, tensor)` with the unedited tensor, then the edit of that kind, if any.
 
     An edit returns the new tensor, or None to leave it unchanged. `part` edits streams and returns (read, carried); a
     plain `edit` at a stream site changes both. Ragged sites are not called.
     """
-
-    ragged = False
 
     def __init__(
         self, seen: Seen | None = None, edit: Edit | None = None, part: Part | None = None, layer: int = -1
@@ -121,15 +111,6 @@ class EagerTap:
     def at(self, layer: int) -> EagerTap:
         return EagerTap(self._seen, self._edit, self._part, layer)
 
-    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
-        pass
-
-    def changes(self, site: Site) -> RowChanges:
-        return ()
-
-    def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None:
-        return None
-
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         if self._seen is not None:
             self._seen(site, self.layer, stack_parts(*parts))
@@ -139,16 +120,12 @@ class EagerTap:
         edited = self._edit(site, self.layer, x) if self._edit is not None else None
         return x if edited is None else edited
 
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair:
         edited = self(site, x)
         parted = self._part(site, self.layer, edited) if self._part is not None else None
         return (edited, edited) if parted is None else parted
 
-    def route(
-        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair:
         """The edit gets ids and weights as one tensor [n, k, 2]."""
         x = stack_parts(ids, weights)
         edited = self(site, x)
@@ -187,15 +164,11 @@ class RecordingTap:
         self._seen(site, self.layer, x)
         return self._inner(site, x)
 
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair:
         self._seen(site, self.layer, x)
         return self._inner.part(site, x, reads)
 
-    def route(
-        self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair:
         self._seen(site, self.layer, stack_parts(ids, weights))
         return self._inner.route(site, ids, weights, routing)
 

@@ -37,7 +37,7 @@ from birkhoff.errors import CaptureError, CaptureValidationError, OptionError, q
 from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.results import RequestResults
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.site_names import Address
 from birkhoff.option_checks import as_int
 
@@ -72,7 +72,7 @@ class CapturePlanner:
 
     def __init__(
         self,
-        schema: Mapping[str, HookSchema],
+        schema: Schema,
         num_layers: int,
         model: str,
         root: str | Path | None = None,

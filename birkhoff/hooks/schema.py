@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from birkhoff.config import V4Config
@@ -120,6 +120,9 @@ class HookSchema:
         return out
 
 
+Schema = Mapping[str, HookSchema]  # by name of the hook
+
+
 def build_hook_schema(
     hidden: int,
     dtype: str,
@@ -154,26 +157,23 @@ def build_hook_schema(
         sizes["hc"] = (heads, head_dim)
         if attention is not None:
             sizes |= {"2+h": (2 + heads,), "2": (2,), "3": (3,), "2+c": (2 + head_dim,)}
-    schema = {}
-    for site in SITES:
-        if not site.absent and site.shape in sizes:
-            shape = sizes[site.shape]
-            stored = dtype if site.dtype == "model" else site.dtype
-            hashed = tuple(range(num_hash_layers)) if site.name.startswith("moe_") else ()
-            axes = _AXES[site.shape]
-            schema[site.name] = HookSchema(
-                math.prod(shape),
-                stored,
-                shape,
-                site.edit,
-                site.once,
-                axes,
-                hashed,
-                site.ops,
-                _layers_with(site, attention),
-                attention if site.ragged else None,
-            )
-    return schema
+    hashed = tuple(range(num_hash_layers))
+    return {
+        site.name: replace(
+            _row(site, dtype, sizes),
+            hash_routed=hashed if site.name.startswith("moe_") else (),
+            ops=site.ops,
+            layers=_layers_with(site, attention),
+            ragged=attention if site.ragged else None,
+        )
+        for site in SITES
+        if not site.absent and site.shape in sizes
+    }
+
+
+def _row(site: Site, dtype: str, sizes: Mapping[str, tuple[int, ...]]) -> HookSchema:
+    shape, stored = sizes[site.shape], dtype if site.dtype == "model" else site.dtype
+    return HookSchema(math.prod(shape), stored, shape, site.edit, site.once, _AXES[site.shape])
 
 
 def _layers_with(site: Site, attention: RaggedRows | None) -> tuple[int, ...] | None:
@@ -187,18 +187,7 @@ def ordinary_schema(
     sites: Collection[str], dtype: str, sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, HookSchema]:
     """The schema of a model without hyper-connections that has these sites; `sizes` by the letters of row shapes."""
-    return {
-        site.name: HookSchema(
-            math.prod(sizes[site.shape]),
-            dtype if site.dtype == "model" else site.dtype,
-            sizes[site.shape],
-            site.edit,
-            site.once,
-            _AXES[site.shape],
-        )
-        for site in SITES
-        if site.name in sites
-    }
+    return {site.name: _row(site, dtype, sizes) for site in SITES if site.name in sites}
 
 
 def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:

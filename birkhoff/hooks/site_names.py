@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from birkhoff.errors import OptionError, SelectorError, SiteError, did_you_mean, quoted
 from birkhoff.hooks.layers import LayerSelector
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.sites import BY_NAME, SITES
 from birkhoff.option_checks import as_int
 
@@ -94,9 +94,7 @@ def from_tool(name: str, num_layers: int, streams: bool = True) -> Address | Non
     return hook, num_layers - 1 if match is None else int(match[2])
 
 
-def select(
-    hook: str, layers: LayerSelector | None, schema: Mapping[str, HookSchema], num_layers: int
-) -> dict[int, Address]:
+def select(hook: str, layers: LayerSelector | None, schema: Schema, num_layers: int) -> dict[int, Address]:
     """The addresses of a hook at the selected layers, by layer; a name of another tool says its layer itself, and
     hooks that fire once have only the last. `layers` may be None where the name says enough."""
     address = from_tool(hook, num_layers, has_streams(schema))
@@ -121,12 +119,12 @@ def select(
     return {layer: resolve(hook, layer, schema, num_layers) for layer in chosen}
 
 
-def has_streams(schema: Mapping[str, HookSchema]) -> bool:
+def has_streams(schema: Schema) -> bool:
     """Whether this is the schema of a model with several residual streams."""
     return "mhc_streams_final" in schema
 
 
-def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
+def refusal(hook: str, schema: Schema) -> str | None:
     """Why this model does not have the hook, and what it has instead; None if it has it."""
     streams = has_streams(schema)
     foreign = from_tool(hook, 1, streams)
@@ -148,13 +146,13 @@ def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 
-def members(hook: str, schema: Mapping[str, HookSchema]) -> tuple[str, ...]:
+def members(hook: str, schema: Schema) -> tuple[str, ...]:
     """The hooks that an edit of this name changes: those of a group, or itself."""
     group = GROUPS.get(hook, ())
     return group if group and all(member in schema for member in group) else (hook,)
 
 
-def resolve(hook: str, layer: int | None, schema: Mapping[str, HookSchema], num_layers: int) -> Address:
+def resolve(hook: str, layer: int | None, schema: Schema, num_layers: int) -> Address:
     """The address where the tensor of this name and layer is tapped. Once-per-model hooks accept any layer; a name of
     another tool takes its own or None."""
     why = refusal(hook, schema)
@@ -182,9 +180,7 @@ def follow_alias(hook: str, layer: int, num_layers: int) -> Address:
     return hook, layer
 
 
-def layers_with(
-    hook: str, layers: LayerSelector, schema: Mapping[str, HookSchema], num_layers: int
-) -> tuple[int, ...]:
+def layers_with(hook: str, layers: LayerSelector, schema: Schema, num_layers: int) -> tuple[int, ...]:
     """The selected layers that have a hook. "all" and "every" select among those that have it; a layer that is named
     and does not have it is refused."""
     chosen = layers.expand(num_layers)

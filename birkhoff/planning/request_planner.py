@@ -20,7 +20,7 @@ from birkhoff.hooks.call_use import CallUse
 from birkhoff.hooks.digest import DIGEST_BYTES, salt
 from birkhoff.hooks.plan import Edit, Job, Plan
 from birkhoff.hooks.results import RequestResults
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.signals import SignalJob
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.sae.feature_edits import ResolvedSae
@@ -39,7 +39,7 @@ class RequestPlanner:
 
     def __init__(
         self,
-        schema: Mapping[str, HookSchema],
+        schema: Schema,
         num_layers: int,
         model: str = "",
         device: torch.device | str = "cpu",

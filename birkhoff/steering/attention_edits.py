@@ -29,13 +29,13 @@ from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.resolved_edit import ResolvedEdit
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import bind
 from birkhoff.hooks.site_names import layers_with
 from birkhoff.hooks.sites import ATTN_HEAD_OUT, ATTN_WEIGHTS, ENTRY_TOKENS, INDEX_BLOCKS
 from birkhoff.option_checks import as_int
 from birkhoff.steering.gated_edits import Gate
-from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
+from birkhoff.steering.request_edit import Modules, PromptIds, RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import finite_number
 
 HEAD_OUT, WEIGHTS = ATTN_HEAD_OUT.name, ATTN_WEIGHTS.name
@@ -264,12 +264,7 @@ class AttentionEdit(RequestEdit):
         return replace(self, mask=mask, blocks=blocks, entries=entries)
 
     def resolve(
-        self,
-        schema: Mapping[str, HookSchema],
-        num_layers: int,
-        modules: Mapping[str, Any],
-        prompt: Sequence[int] | int | None,
-        max_tokens: int,
+        self, schema: Schema, num_layers: int, modules: Modules, prompt: PromptIds, max_tokens: int
     ) -> ResolvedEdit:
         if HEAD_OUT not in schema:
             raise SteeringError(

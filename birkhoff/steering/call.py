@@ -11,7 +11,7 @@ part of any request over HTTP, have no hash, and the prefix cache keeps nothing 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from birkhoff.hooks import site_names
 from birkhoff.hooks.call_use import CallSite, CallUse
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.resolved_edit import ResolvedEdit
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.steering.request_edit import bound, parse_fields
 from birkhoff.steering.vector_edits import PATHS
 
@@ -49,7 +49,7 @@ class Call:
         parse_fields(self, path=PATHS)
 
     def resolve(
-        self, schema: Mapping[str, HookSchema], num_layers: int, prompt: Sequence[int] | None, max_tokens: int
+        self, schema: Schema, num_layers: int, prompt: Sequence[int] | None, max_tokens: int
     ) -> ResolvedEdit:
         """Resolve against one model and one prompt. All errors of the edit are raised here."""
         why = site_names.refusal(self.hook, schema)

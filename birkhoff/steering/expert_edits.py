@@ -21,11 +21,11 @@ from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.routing import ExpertUse, RouterHost
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.sites import MOE_TOPK
 from birkhoff.option_checks import as_int
 from birkhoff.steering.gated_edits import Gate
-from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
+from birkhoff.steering.request_edit import Modules, PromptIds, RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import finite_number
 
 FORCE, BAN = 1.0, -1.0
@@ -71,12 +71,7 @@ class ExpertSet(RequestEdit):
         return out
 
     def resolve(
-        self,
-        schema: Mapping[str, HookSchema],
-        num_layers: int,
-        modules: Mapping[str, Any],
-        prompt: Sequence[int] | int | None,
-        max_tokens: int,
+        self, schema: Schema, num_layers: int, modules: Modules, prompt: PromptIds, max_tokens: int
     ) -> ResolvedEdit:
         if "moe_router_logits" not in schema or self.op not in schema[MOE_TOPK.name].edits:
             raise SteeringError(

@@ -20,7 +20,7 @@ from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.layers import is_list
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import HookSchema, Schema
 from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
@@ -120,7 +120,7 @@ class Gate:
 
     def resolve(
         self,
-        schema: Mapping[str, HookSchema],
+        schema: Schema,
         num_layers: int,
         modules: Mapping[str, Any],
         features: FeatureGate | None,

@@ -7,12 +7,12 @@ resolved when a name is reassigned or deleted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from birkhoff.errors import SteeringError, quoted
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.steering.tiers import SteeringModule
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_edits import Add, Project
@@ -28,9 +28,7 @@ def load_module(path: str | Path) -> SteeringVector | SteeringModule:
 
 
 class NamedVectors(MutableMapping[str, Module]):
-    def __init__(
-        self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None
-    ) -> None:
+    def __init__(self, schema: Schema, num_layers: int, identity: Identity | None = None) -> None:
         self._schema = schema
         self._num_layers = num_layers
         self._identity = identity

@@ -14,8 +14,13 @@ from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.resolved_edit import ResolvedEdit
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import PositionSelector, bind
+
+Modules = Mapping[str, Any]  # named vectors
+PromptIds = (
+    Sequence[int] | int | None
+)  # token ids of a prompt, their number, or None if there is no prompt yet
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,7 @@ class RequestEdit:
         return cls(**values)
 
     def resolve(
-        self,
-        schema: Mapping[str, HookSchema],
-        num_layers: int,
-        modules: Mapping[str, Any],
-        prompt: Sequence[int] | int | None,
-        max_tokens: int,
+        self, schema: Schema, num_layers: int, modules: Modules, prompt: PromptIds, max_tokens: int
     ) -> ResolvedEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
@@ -77,6 +77,6 @@ def parse_fields(edit: Any, **choices: Sequence[str]) -> None:
             raise SteeringError(f"{name} is {quoted(values[name])}, expected one of {', '.join(allowed)}.")
 
 
-def bound(where: Any, prompt: Sequence[int] | int | None, max_tokens: int) -> PositionSelector | None:
+def bound(where: Any, prompt: PromptIds, max_tokens: int) -> PositionSelector | None:
     """The selector of an edit's `where` for a prompt; None if there is neither."""
     return None if where is None or prompt is None else bind(where, prompt, max_tokens, "where")

@@ -13,7 +13,7 @@ from birkhoff.errors import RequestError, SteeringError
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.resolved_edit import ResolvedEdit
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.attention_edits import AttentionEdit, Pieces
 from birkhoff.steering.expert_edits import check_gates
@@ -29,11 +29,7 @@ Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
 class SteeringResolver:
     def __init__(
-        self,
-        schema: Mapping[str, HookSchema],
-        num_layers: int,
-        identity: Identity | None = None,
-        tables: Tables | None = None,
+        self, schema: Schema, num_layers: int, identity: Identity | None = None, tables: Tables | None = None
     ):
         self._schema = schema
         self._num_layers = num_layers

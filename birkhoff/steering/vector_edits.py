@@ -30,13 +30,13 @@ from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.phases import PHASES, offsets
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.resolved_edit import ResolvedEdit
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import HookSchema, Schema
 from birkhoff.hooks.selector import bind
 from birkhoff.option_checks import as_int
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
-from birkhoff.steering.request_edit import RequestEdit, bound, parse_fields
+from birkhoff.steering.request_edit import Modules, PromptIds, RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
@@ -81,12 +81,7 @@ class VectorEdit(RequestEdit):
         return value if isinstance(value, (str, Vector, SteeringVector)) else Vector(value)
 
     def resolve(
-        self,
-        schema: Mapping[str, HookSchema],
-        num_layers: int,
-        modules: Mapping[str, Any],
-        prompt: Sequence[int] | int | None,
-        max_tokens: int,
+        self, schema: Schema, num_layers: int, modules: Modules, prompt: PromptIds, max_tokens: int
     ) -> ResolvedVectorEdit:
         """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
         about positions."""
@@ -131,9 +126,7 @@ class VectorEdit(RequestEdit):
             sites, selector, edit.phase, positions.pop(), length, renormalised=renormalised
         )
 
-    def _addresses(
-        self, name: str, schema: Mapping[str, HookSchema], num_layers: int
-    ) -> list[tuple[int, Key, Any]]:
+    def _addresses(self, name: str, schema: Schema, num_layers: int) -> list[tuple[int, Key, Any]]:
         """The layers that one hook is edited at, with their sites and the path of the edit there."""
         why = site_names.refusal(name, schema)
         if why is not None:
@@ -157,9 +150,7 @@ class VectorEdit(RequestEdit):
             addresses.append((layer, (hook, at), path))
         return addresses
 
-    def _at_address(
-        self, address: Key, layer: int, prompt: Sequence[int] | int | None, max_tokens: int
-    ) -> Self:
+    def _at_address(self, address: Key, layer: int, prompt: PromptIds, max_tokens: int) -> Self:
         """The edit with the vector for one site."""
         vector = self.vector.at(layer) if hasattr(self.vector, "at") else self.vector
         return self if vector is self.vector else replace(self, vector=vector)
@@ -373,9 +364,7 @@ class Patch(VectorEdit):
                 "align='tokens' needs the rows of a run with its tokens: a Trace, or output.acts. Leave align out."
             )
 
-    def _at_address(
-        self, address: Key, layer: int, prompt: Sequence[int] | int | None, max_tokens: int
-    ) -> Self:
+    def _at_address(self, address: Key, layer: int, prompt: PromptIds, max_tokens: int) -> Self:
         if not isinstance(self.vector, RunRows):
             return VectorEdit._at_address(self, address, layer, prompt, max_tokens)
         only: Sequence[int] | None = None
@@ -494,7 +483,7 @@ def check_edits(edits: Any) -> tuple[RequestEdit, ...]:
     return checked
 
 
-def _check_op(op: str, hook: str, schema: Mapping[str, HookSchema]) -> None:
+def _check_op(op: str, hook: str, schema: Schema) -> None:
     """Refuse an edit that a hook does not take."""
     row = schema[hook]
     if op in row.edits:

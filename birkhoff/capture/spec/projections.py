@@ -9,7 +9,7 @@ only if their matrices are. Replacing a matrix does not affect running requests.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from birkhoff.capture.spec.estimate import has_streams
 from birkhoff.errors import OptionError, quoted
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 
 _LONGEST_NAME = 256
 
@@ -33,7 +33,7 @@ class Projection:
 class Projections(MutableMapping[str, torch.Tensor]):
     """The matrices of one model, by name."""
 
-    def __init__(self, schema: Mapping[str, HookSchema]):
+    def __init__(self, schema: Schema):
         self._widths = _widths(schema)
         self._projections: dict[str, Projection] = {}
 
@@ -109,7 +109,7 @@ class Projections(MutableMapping[str, torch.Tensor]):
         return Projection(values, hashlib.sha256(shape + values.numpy().tobytes()).hexdigest()[:32])
 
 
-def _widths(schema: Mapping[str, HookSchema]) -> set[int]:
+def _widths(schema: Schema) -> set[int]:
     """All widths that rows of a hook can have, subsets of streams included."""
     widths = set()
     for hook in schema.values():

@@ -21,7 +21,7 @@ from birkhoff.capture.spec.validation import CaptureContext, ConsumerRules, Reso
 from birkhoff.errors import CaptureValidationError, SiteError, quoted
 from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.positions import Positions
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import PositionSelector
 from birkhoff.hooks.site_names import Address, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
@@ -133,7 +133,7 @@ class Capture:
 
     def resolve(
         self,
-        schema: Mapping[str, HookSchema],
+        schema: Schema,
         num_layers: int,
         prompt_ids: int | Sequence[int],
         max_tokens: int,

@@ -27,7 +27,7 @@ from birkhoff.errors import CaptureValidationError, SelectorError, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.layers import ALL_LAYERS, LayerSelector, check_layers_form, is_list, parse_layers
 from birkhoff.hooks.positions import parse_positions
-from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.site_names import Address
 from birkhoff.hooks.sites import BY_NAME
@@ -73,7 +73,7 @@ class ConsumerRules:
 class CaptureContext:
     """What a request is checked against. In `consumers`, None marks a consumer that exists but is not enabled."""
 
-    schema: Mapping[str, HookSchema]
+    schema: Schema
     num_layers: int
     prompt: int | Sequence[int]  # token ids, or their count
     max_tokens: int
@@ -338,7 +338,7 @@ def _resolve(
     return Resolution(requested, addresses, rows, selector, cost, rules)
 
 
-def _plain_if_ragged(values: Mapping[str, Any], schemas: Mapping[str, HookSchema], path: str) -> None:
+def _plain_if_ragged(values: Mapping[str, Any], schemas: Schema, path: str) -> None:
     """Rows of ragged hooks name tokens in their first numbers and are stored as they are."""
     ragged = [hook for hook, schema in schemas.items() if schema.ragged is not None]
     for name in ("reduce", "project", "streams"):
@@ -355,7 +355,7 @@ def _plain_if_ragged(values: Mapping[str, Any], schemas: Mapping[str, HookSchema
         )
 
 
-def _streams_exist(streams: tuple[int, ...] | None, schemas: Mapping[str, HookSchema], path: str) -> None:
+def _streams_exist(streams: tuple[int, ...] | None, schemas: Schema, path: str) -> None:
     if streams is None:
         return
     counts = {schema.logical_shape[0] for schema in schemas.values() if has_streams(schema)}
@@ -391,7 +391,7 @@ def _affordable(cost: Estimate, returns: str, path: str, context: CaptureContext
 def _projects(
     project: str,
     matrix: tuple[int, int] | None,
-    schemas: Mapping[str, HookSchema],
+    schemas: Schema,
     streams: tuple[int, ...] | None,
     path: str,
     context: CaptureContext,

@@ -28,11 +28,11 @@ from birkhoff.bench.timing import (
     release_memory,
     times_by_class,
 )
-from birkhoff.config import PAGE_TOKENS, V4Config
+from birkhoff.config import KIND_OF_RATIO, PAGE_TOKENS, V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.memory_plan import KINDS, context_bytes, step_cache_bytes
+from birkhoff.engine.memory_plan import context_bytes, step_cache_bytes
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
@@ -207,7 +207,7 @@ def cache_facts(state: State, batch: int, context: int) -> Row:
     allocated: defaultdict[str, int] = defaultdict(int)
     for layer in state.layers:
         tensors = (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values())
-        allocated[KINDS[layer.ratio]] += sum(tensor.nbytes for tensor in tensors)
+        allocated[KIND_OF_RATIO[layer.ratio]] += sum(tensor.nbytes for tensor in tensors)
     config, item = state.config, state.dtype.itemsize
     tokens_ = state.num_pages // batch * PAGE_TOKENS
     planned = {kind: batch * size for kind, size in context_bytes(config, tokens_, item).items() if size}
@@ -304,8 +304,12 @@ def layer_row(decoder: Decoder, buffers: DecodeBuffers, context: int, speed: flo
             rows.nbytes for w, _ in layers_of_kind for part in ATTENTION_WEIGHTS for rows in getattr(w, part)
         ) / len(layers_of_kind)
         us = graph_us([partial(decoder.attention, w, positions, buffers) for w, positions in layers_of_kind])
-        kinds[KINDS[ratio]] = _cost(
-            us, len(layers_of_kind), weights, buffers.rows * read[KINDS[ratio]] / len(layers_of_kind), speed
+        kinds[KIND_OF_RATIO[ratio]] = _cost(
+            us,
+            len(layers_of_kind),
+            weights,
+            buffers.rows * read[KIND_OF_RATIO[ratio]] / len(layers_of_kind),
+            speed,
         )
     us = graph_us(
         [partial(decoder.experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.topk_ids)]

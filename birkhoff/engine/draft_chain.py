@@ -19,7 +19,7 @@ import torch
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampler import RowSampling, SampledToken, Sampler, token_and_logprob
+from birkhoff.engine.sampler import RowSampling, Sampled, Sampler
 from birkhoff.errors import LogitsError
 
 
@@ -172,10 +172,10 @@ class PendingSamples:
         self._sampling = sampling
         self._shape = result.shape
         self._values = _HostValues([result.flatten(), *(draft.double() for draft in drafted)])
-        self._samples: dict[Request, list[SampledToken | LogitsError]] | None = None
+        self._samples: dict[Request, list[Sampled | LogitsError]] | None = None
         self._draft_tokens: dict[Request, tuple[int, ...]] = {}
 
-    def samples(self, request: Request) -> list[SampledToken | LogitsError]:
+    def samples(self, request: Request) -> list[Sampled | LogitsError]:
         """The samples of a request, up to the first that differs from its draft token."""
         return self._read()[request]
 
@@ -184,7 +184,7 @@ class PendingSamples:
         self._read()
         return self._draft_tokens[request]
 
-    def _read(self) -> dict[Request, list[SampledToken | LogitsError]]:
+    def _read(self) -> dict[Request, list[Sampled | LogitsError]]:
         if self._samples is None:
             result, *drafted = self._values.read()
             samples = iter(self._sampling.read(result.reshape(self._shape)))
@@ -193,7 +193,7 @@ class PendingSamples:
                 own = [next(samples) for _ in range(rows.num_rows)]
                 kept = self._samples[rows.request] = []
                 for sample, draft in zip(own, (*rows.draft_tokens, None)):
-                    kept.append(token_and_logprob(sample))
+                    kept.append(sample)
                     if isinstance(sample, LogitsError) or sample.token != draft:
                         break
                 self._draft_tokens[rows.request] = tuple(int(draft[index]) for draft in drafted)

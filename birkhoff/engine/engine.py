@@ -28,7 +28,7 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.engine.run_ahead import LaunchedStep, RunAhead
 from birkhoff.engine.runner import ModelOutput, Runner, StepRunner
-from birkhoff.engine.sampler import SampledToken, Sampler
+from birkhoff.engine.sampler import Sampled, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
@@ -303,13 +303,13 @@ class EngineCore(RequestLoop):
                 if request.done:
                     self.scheduler.release(request)
 
-    def _append(self, request: Request, sampled: SampledToken | BirkhoffError) -> None:
+    def _append(self, request: Request, sampled: Sampled | BirkhoffError) -> None:
         if isinstance(sampled, BirkhoffError):
             request.finish("error", error=sampled)
         else:
             request.append_token(*sampled)
 
-    def _verify(self, chunk: ScheduledChunk, samples: list[SampledToken | LogitsError]) -> None:
+    def _verify(self, chunk: ScheduledChunk, samples: list[Sampled | LogitsError]) -> None:
         """Append the samples up to the first that differs from its draft token; state computed after a wrong draft
         token is discarded."""
         request = chunk.request

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.config import PAGE_TOKENS, V4Config
+from birkhoff.config import KIND_OF_RATIO, PAGE_TOKENS, V4Config
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.packed import TYPES
 from birkhoff.model.linear import Linear, Numerics
@@ -31,7 +31,6 @@ MAX_ROW_BYTES = 2**28  # cached captured rows
 DEVICE_SPEED, BUS_SPEED = 4.3e12, 55e9  # bytes per second of an H200 and of PCIe 5 x16
 MAX_HOST_WORKING_BYTES = 2**30  # the same on a CPU
 MIN_SPARE_SLOTS = 2  # expert slots without which no expert can move
-KINDS = {0: "swa", 4: "csa", 128: "hca"}  # compression ratio -> kind of layer
 FORECAST_BATCHES = (1, 8, 64)
 FORECAST_MISSES = (1.0, 0.25, 0.1, 0.0)  # miss rates to forecast, relative to a random placement
 
@@ -43,27 +42,16 @@ def pages_for(tokens: int) -> int:
 
 def page_bytes(config: V4Config, item_bytes: int) -> int:
     """Bytes of one page over all layers: compressed entries and index keys."""
-    total = 0
-    for ratio in config.compress_ratios:
-        if ratio:
-            width = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
-            total += PAGE_TOKENS // ratio * width * item_bytes
-    return total
+    return round(PAGE_TOKENS * sum(each.per_token for each in cache_by_kind(config, item_bytes).values()))
 
 
 def slot_bytes(config: V4Config, item_bytes: int, lookback: int = 0, mtp: bool = False) -> int:
     """Bytes of one running request that do not depend on its length: window rings and raw compressor rows (float32).
 
     `lookback` is how many tokens the state can step back after rejected draft tokens."""
-    total = 0
-    for ratio in (*config.compress_ratios, *([0] if mtp else [])):
-        total += (config.sliding_window + lookback) * config.head_dim * item_bytes
-        blocks = -(-lookback // ratio) if ratio else 0
-        if ratio == 4:
-            total += 4 * (2 + blocks) * 2 * 2 * (config.head_dim + config.index_head_dim) * 4
-        elif ratio == 128:
-            total += 128 * (1 + blocks) * 2 * config.head_dim * 4
-    return total
+    mtp_window = (config.sliding_window + lookback) * config.head_dim * item_bytes if mtp else 0
+    layers = cache_by_kind(config, item_bytes, lookback).values()
+    return mtp_window + sum(each.per_sequence for each in layers)
 
 
 def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
@@ -87,8 +75,8 @@ class LayerCache:
 
 def cache_by_kind(config: V4Config, item_bytes: int = 2, lookback: int = 0) -> dict[str, LayerCache]:
     """Cache bytes by kind of layer. Windows have a fixed size; compressed entries and index keys grow with context."""
-    by_kind = {}
-    for ratio, kind in KINDS.items():
+    by_kind: dict[str, LayerCache] = {}
+    for ratio, kind in KIND_OF_RATIO.items():
         layers = sum(each == ratio for each in config.compress_ratios)
         width = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
         fixed = (config.sliding_window + lookback) * config.head_dim * item_bytes
@@ -110,8 +98,8 @@ def context_bytes(config: V4Config, tokens: int, item_bytes: int = 2) -> dict[st
 
 def step_cache_bytes(config: V4Config, context: int, item_bytes: int = 2) -> dict[str, float]:
     """Cache bytes that decoding one token reads after `context` tokens, by kind: window, chosen entries, index keys."""
-    by_kind = {}
-    for ratio, kind in KINDS.items():
+    by_kind: dict[str, float] = {}
+    for ratio, kind in KIND_OF_RATIO.items():
         layers = sum(each == ratio for each in config.compress_ratios)
         entries = context / ratio if ratio else 0.0
         items = float(min(context, config.sliding_window) * config.head_dim)

@@ -34,16 +34,13 @@ from birkhoff.kernels.sample.device import LOGPROB, ROW_PARAMS, TOP_IDS, TOP_LOG
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 _MASS = 2**40  # integer weight of the most likely token in top-p
-SampledToken = tuple[int, TokenLogprob | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One sampled token, with log-probabilities if the parameters request them; alternatives most likely first."""
 
     token: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    logprob: TokenLogprob | None = None
 
 
 class SamplingState:
@@ -217,20 +214,17 @@ def _fill_keys(
     params["key_high"] = keys >> np.uint64(32)
 
 
+@dataclass(frozen=True, eq=False)
 class PendingSample:
-    """Tokens that a step samples: `tokens` [n] on the device at once, results once they are read."""
+    """Tokens that a step samples: `tokens` [n] on the device at once; `read` waits for the samples. A row without
+    finite logits yields a `LogitsError`."""
 
-    def __init__(self, tokens: Tensor, read_samples: Callable[[], list[Sampled | LogitsError]]):
-        self.tokens = tokens
-        self.read_samples = read_samples
+    tokens: Tensor
+    read: Callable[[], list[Sampled | LogitsError]]
 
     def select(self, rows: Sequence[int]) -> Tensor:
         """The tokens of some rows, without waiting for them."""
         return self.tokens[to_device(np.array(rows), self.tokens.device)]
-
-    def read(self) -> list[SampledToken | LogitsError]:
-        """Wait for the tokens; a row without finite logits yields a `LogitsError`."""
-        return [token_and_logprob(each) for each in self.read_samples()]
 
 
 class _DeviceSampling:
@@ -256,7 +250,7 @@ class _DeviceSampling:
         return PendingSample(sample.tokens, read)
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
-        return self.launch(logits, states).read_samples()
+        return self.launch(logits, states).read()
 
 
 def _results(rows: np.ndarray[Any, Any], logprobs: Sequence[int | None]) -> list[Sampled | LogitsError]:
@@ -271,7 +265,8 @@ def _results(rows: np.ndarray[Any, Any], logprobs: Sequence[int | None]) -> list
         else:
             ids = rows[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
             values = rows[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
-            sampled.append(Sampled(int(token), float(rows[i, LOGPROB]), tuple(zip(ids, values))))
+            logprob = TokenLogprob(int(token), float(rows[i, LOGPROB]), tuple(zip(ids, values)))
+            sampled.append(Sampled(int(token), logprob))
     return sampled
 
 
@@ -357,13 +352,13 @@ class Sampler:
             return sample(logits, states)
         return self._on_device.sample(logits.float(), states)
 
-    def sample(self, pairs: Sequence[tuple[Request, Tensor]]) -> list[SampledToken | LogitsError]:
+    def sample(self, pairs: Sequence[tuple[Request, Tensor]]) -> list[Sampled | LogitsError]:
         """Sample the next token of each request from its row of logits [vocab]; requests are not modified."""
         if not pairs:
             return []
         states = [self._state(request, logits) for request, logits in pairs]
         logits = pairs[0][1][None] if len(pairs) == 1 else torch.stack([row for _, row in pairs])
-        return [token_and_logprob(each) for each in self._sample(logits, states)]
+        return self._sample(logits, states)
 
     def samples_on_device(self, request: Request) -> bool:
         """Whether the next token can be sampled before the last one is known to the host."""
@@ -386,17 +381,17 @@ class Sampler:
 
     def verify(
         self, request: Request, logits: Tensor, draft_tokens: Sequence[int]
-    ) -> list[SampledToken | LogitsError]:
+    ) -> list[Sampled | LogitsError]:
         """Sample one token per row of `logits` [1 + drafts, vocab], up to the first that differs from its draft.
 
         Each row was computed after the draft tokens before it. The request is not modified."""
         state = self._state(request, logits)
-        sampled: list[SampledToken | LogitsError] = []
+        sampled: list[Sampled | LogitsError] = []
         for row in range(len(logits)):
             (each,) = self._sample(logits[row : row + 1], [state])
             if isinstance(each, LogitsError):
                 return [*sampled, each]
-            sampled.append((each.token, _token_logprob(each)))
+            sampled.append(each)
             if row == len(draft_tokens) or each.token != draft_tokens[row]:
                 break
             state.accept(each.token)  # ahead of the request, which appends the token later
@@ -583,18 +578,7 @@ def _with_logprobs(raw: Tensor, token: int, count: int) -> Sampled:
         ids = (logprobs >= threshold).nonzero()[:, 0]  # ascending, so that a stable sort puts lower ids first
         values, order = logprobs[ids].sort(descending=True, stable=True)
         top = tuple(zip(ids[order][:count].tolist(), values[:count].tolist()))
-    return Sampled(token, float(logprobs[token]), top)
-
-
-def _token_logprob(sampled: Sampled) -> TokenLogprob | None:
-    if sampled.logprob is None:
-        return None
-    return TokenLogprob(sampled.token, sampled.logprob, sampled.top_logprobs)
-
-
-def token_and_logprob(sampled: Sampled | LogitsError) -> SampledToken | LogitsError:
-    """A sample as requests append it."""
-    return sampled if isinstance(sampled, LogitsError) else (sampled.token, _token_logprob(sampled))
+    return Sampled(token, TokenLogprob(token, float(logprobs[token]), top))
 
 
 def _unusable(peak: float) -> LogitsError:

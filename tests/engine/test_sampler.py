@@ -317,15 +317,15 @@ def test_log_probabilities_are_the_models_own(seed, temperature, count):
     (drawn,) = sample(logits, [SamplingState(kind, 257, seed=seed, prompt_ids=[1, 2])])
     x = logits[0].numpy().astype(np.float64)
     expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
-    assert drawn.logprob == pytest.approx(expected[drawn.token], abs=1e-12)
+    assert drawn.logprob.logprob == pytest.approx(expected[drawn.token], abs=1e-12)
     best = np.argsort(-expected, kind="stable")[:count]
-    assert [token for token, _ in drawn.top_logprobs] == best.tolist()
-    assert [value for _, value in drawn.top_logprobs] == pytest.approx(expected[best].tolist(), abs=1e-12)
+    assert [token for token, _ in drawn.logprob.top] == best.tolist()
+    assert [value for _, value in drawn.logprob.top] == pytest.approx(expected[best].tolist(), abs=1e-12)
 
 
 def test_tied_alternatives_are_in_id_order():
     (drawn,) = sample(torch.zeros(1, 50), [SamplingState(SamplingParams(logprobs=4), 50, seed=3)])
-    assert [token for token, _ in drawn.top_logprobs] == [0, 1, 2, 3]
+    assert [token for token, _ in drawn.logprob.top] == [0, 1, 2, 3]
 
 
 def test_processed_logits_equal_the_definition():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from birkhoff.errors import ChatError
 from birkhoff.option_checks import check_bool
@@ -25,30 +25,27 @@ from birkhoff.text.segments import Marker, Segment, TextSegment, encode_segments
 from birkhoff.text.tokenizer import Tokenizer
 
 
+class ChatOptions(TypedDict, total=False):
+    """The keywords of `encode_chat`, as `render` has them."""
+
+    thinking: bool
+    effort: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    response_format: Mapping[str, Any] | None
+
+
 def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     texts: PromptTexts,
     *,
-    thinking: bool = False,
-    effort: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    drop_thinking: bool = True,
-    response_format: Mapping[str, Any] | None = None,
     max_tokens: int | None = None,
+    **options: Unpack[ChatOptions],
 ) -> list[int]:
     """Return the prompt token ids of a conversation, ready for an answer.
 
     A conversation that must have more than `max_tokens` is refused before it is encoded."""
-    segments = render(
-        messages,
-        texts,
-        thinking=thinking,
-        effort=effort,
-        tools=tools,
-        drop_thinking=drop_thinking,
-        response_format=response_format,
-    )
+    segments = render(messages, texts, **options)
     if max_tokens is not None:
         check_length(sum(len(segment.string) for segment in segments), tokenizer, max_tokens)
     return encode_segments(segments, tokenizer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from birkhoff.text.chat import encode_chat
+from birkhoff.text.chat import ChatOptions, encode_chat
 from birkhoff.text.output_stream import ChatStream
 from birkhoff.text.parse import CompletionParser
 from birkhoff.text.prompt_texts import PromptTexts
@@ -29,15 +29,7 @@ class ChatFormat(Protocol):
     @property
     def reasons(self) -> bool: ...
 
-    def encode(
-        self,
-        messages: Messages,
-        *,
-        thinking: bool = False,
-        effort: str | None = None,
-        tools: Tools = None,
-        response_format: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """The token ids of the prompt that asks for the next message."""
         ...
 
@@ -65,25 +57,8 @@ class V4Chat:
         self._texts = texts
         self._max_tokens = max_tokens
 
-    def encode(
-        self,
-        messages: Messages,
-        *,
-        thinking: bool = False,
-        effort: str | None = None,
-        tools: Tools = None,
-        response_format: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        return encode_chat(
-            messages,
-            self._tokenizer,
-            self._texts,
-            thinking=thinking,
-            effort=effort,
-            tools=tools,
-            response_format=response_format,
-            max_tokens=self._max_tokens,
-        )
+    def encode(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        return encode_chat(messages, self._tokenizer, self._texts, max_tokens=self._max_tokens, **options)
 
     def reasoning_start(self, thinking: bool) -> str | None:
         return "" if thinking else None

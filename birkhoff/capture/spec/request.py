@@ -16,13 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birkhoff.capture.spec.estimate import Estimate, StoredRow
 from birkhoff.capture.spec.validation import CaptureContext, ConsumerRules, Resolution, check, field_path
 from birkhoff.errors import CaptureValidationError, SiteError, quoted
 from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import Schema
-from birkhoff.hooks.selector import PositionSelector
 from birkhoff.hooks.site_names import Address, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 
@@ -97,20 +95,8 @@ class Capture:
     def to_json(self) -> dict[str, Any]:
         """The wire form for one consumer; fields with their default value are omitted."""
         out: dict[str, Any] = {"hooks": self.hooks.to_json(), "positions": self.positions.to_json()}
-        for name in (
-            "capture_point",
-            "reduce",
-            "project",
-            "dtype",
-            "streams",
-            "return",
-            "layout",
-            "request_id",
-            "tag",
-            "accepted_only",
-        ):
-            value = getattr(self, "returns" if name == "return" else name)
-            if value is not None and (name, value) != ("capture_point", "before"):
+        for name, value in self.fields().items():
+            if name not in out and value is not None and (name, value) != ("capture_point", "before"):
                 out[name] = list(value) if name == "streams" else value
         return out
 
@@ -168,18 +154,16 @@ class Capture:
 
 
 @dataclass(frozen=True, eq=False)
-class ResolvedCapture:
-    """A capture checked against one model and prompt. `addresses` are (hook, layer) as tapped, by layer and hook id."""
+class ResolvedCapture(Resolution):
+    """A capture checked against one model and prompt."""
 
     capture: Capture
     consumer: str
     num_layers: int
-    addresses: tuple[Address, ...]
-    requested: Mapping[Address, Address]  # (hook, layer) as the request names it -> address
-    rows: Mapping[str, StoredRow]  # by tapped hook
-    selector: PositionSelector
-    estimate: Estimate
-    returns: str
+
+    @property
+    def returns(self) -> str:
+        return self.capture.returns or self.rules.returns
 
     def address(self, hook: str, layer: int | None) -> Address:
         """Address of rows requested as (hook, layer); aliases and negative layers are accepted. The layer may be None
@@ -208,17 +192,7 @@ class ResolvedCapture:
 
     @classmethod
     def of(cls, capture: Capture, consumer: str, num_layers: int, resolution: Resolution) -> ResolvedCapture:
-        return cls(
-            capture,
-            consumer,
-            num_layers,
-            resolution.addresses,
-            resolution.requested,
-            resolution.rows,
-            resolution.selector,
-            resolution.estimate,
-            capture.returns or resolution.rules.returns,
-        )
+        return cls(**vars(resolution), capture=capture, consumer=consumer, num_layers=num_layers)
 
 
 CaptureSpecs = Mapping[str, Any]  # by consumer: a `Capture`, or its wire form

@@ -85,13 +85,13 @@ class CaptureContext:
     spent_bytes: int = 0  # by other consumers of the same request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Resolution:
-    """A capture resolved against one model and prompt."""
+    """What the rules find out about a capture for one model and prompt. `addresses` are (hook, layer) as tapped."""
 
-    requested: Mapping[Address, Address]  # (hook, layer) as requested -> address
+    requested: Mapping[Address, Address]  # (hook, layer) as the request names it -> address
     addresses: tuple[Address, ...]  # by layer, then by hook id, without duplicates
-    rows: Mapping[str, StoredRow]
+    rows: Mapping[str, StoredRow]  # by tapped hook
     selector: PositionSelector
     estimate: Estimate
     rules: ConsumerRules

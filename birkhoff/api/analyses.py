@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -38,15 +38,19 @@ class Analyses:
         engine.check_open()
         return engine
 
+    def _each(self, prompts: Any, run: Callable[[Engine, list[Any]], list[Any]]) -> Any:
+        """The results of `run` for the texts of some prompts: a list of them, or one for a single prompt."""
+        engine = self._open_engine()
+        texts, single = texts_of(engine, prompts)
+        results = run(engine, texts)
+        return results[0] if single else results
+
     def logits(self, prompts: Prompt | Sequence[Prompt], steer: Steering = None) -> Any:
         """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler.
 
         Prompts are texts, token ids or chat messages, as for `generate`. A list of prompts gives a list of tensors,
         each as long as its prompt: nothing is padded. `steer` is one list of edits for all prompts, or one for each."""
-        engine = self._open_engine()
-        texts, single = texts_of(engine, prompts)
-        results = logits(engine, texts, steer)
-        return results[0] if single else results
+        return self._each(prompts, lambda engine, texts: logits(engine, texts, steer))
 
     def trace(self, prompts: Prompt | Sequence[Prompt], hooks: Any = "all", steer: Steering = None) -> Any:
         """One forward pass that keeps the activations of `hooks` at every position.
@@ -65,10 +69,7 @@ class Analyses:
         """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer.
 
         Returns a `Lens`, or a list of them for a list of prompts."""
-        engine = self._open_engine()
-        texts, single = texts_of(engine, prompts)
-        lenses = compute_lens(engine, texts, per_stream, steer)
-        return lenses[0] if single else lenses
+        return self._each(prompts, lambda engine, texts: compute_lens(engine, texts, per_stream, steer))
 
     def attention(
         self, prompts: Prompt | Sequence[Prompt], position: int = -1, steer: Steering = None
@@ -76,10 +77,7 @@ class Analyses:
         """Attention weights of one token by layer: single tokens, compressed blocks, the sink.
 
         Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
-        engine = self._open_engine()
-        texts, single = texts_of(engine, prompts)
-        readouts = attention(engine, texts, position, steer)
-        return readouts[0] if single else readouts
+        return self._each(prompts, lambda engine, texts: attention(engine, texts, position, steer))
 
     def patch(
         self,

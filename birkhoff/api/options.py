@@ -27,18 +27,9 @@ DRAFT_DEPTHS = (1, 2, 3)
 BACKENDS = ("auto", "birkhoff", "transformers", "vllm")
 # Options of our own model; a model that runs through another library refuses them.
 OWN_ONLY = (
-    "numerics",
-    "kernels",
-    "experts",
-    "gpu_memory",
-    "expert_counts",
-    "experts_on",
-    "background_experts",
-    "prefix_cache",
-    "speculative",
-    "context_root",
-    "context_bytes",
-)
+    "numerics kernels experts gpu_memory expert_counts experts_on background_experts prefix_cache "
+    "speculative context_root context_bytes"
+).split()
 # Options of the backend vllm, and those of the others that it does not have.
 VLLM_ONLY = ("hooks", "tensor_parallel_size", "pipeline_parallel_size", "vllm")
 NOT_VLLM = (*(name for name in OWN_ONLY if name != "prefix_cache"), "device", "weights", "batch_invariant")

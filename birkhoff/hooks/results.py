@@ -55,19 +55,9 @@ class CaptureResult:
         return notebook.facts("Capture", shown)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "id": self.id,
-            "error": self.error,
-            "rows": self.rows,
-            "bytes": self.bytes,
-            "keys": self.keys,
-            "dropped_rows": self.dropped_rows,
-            "paths": list(self.paths),
-            "sha256": dict(self.sha256),
-            "durable": self.durable,
-            "payload": list(self.paths) if self.payload is None and self.paths else self.payload,
-        }
+        paths = list(self.paths)
+        payload = paths if self.payload is None and paths else self.payload
+        return vars(self) | {"paths": paths, "sha256": dict(self.sha256), "payload": payload}
 
 
 class CaptureOutcome(Protocol):

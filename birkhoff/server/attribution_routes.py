@@ -12,13 +12,10 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.errors import LogitsError
-from birkhoff.server.api_errors import bad_request, to_api_error
+from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import StrictBody
-from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import TokenId
-from birkhoff.server.interp_routes import InterpRoutes, PromptBody, TextBody
-from birkhoff.server.reply import json_response
+from birkhoff.server.interp_routes import AnalysisRoutes, PromptBody, TextBody
 from birkhoff.server.steering_routes import request_edits
 
 MAX_TOKENS = 256
@@ -56,27 +53,17 @@ class CircuitBody(AttributionBody):
     svg: bool = False
 
 
-class AttributionRoutes:
-    def __init__(self, context: ServingContext, interp: InterpRoutes):
-        self._context = context
-        self._interp = interp
-
+class AttributionRoutes(AnalysisRoutes):
     async def attribute(self, http: HttpRequest) -> Response:
         """Scores of sublayers, streams, experts, features or any hook at every position, by gradients or exact
         patching."""
         body, _ = await self._context.read_body(http, AttributeBody)
-        return await self._run(http, lambda: self._attribute(body))
+        return await self.analysed(http, lambda: self._attribute(body))
 
     async def circuit(self, http: HttpRequest) -> Response:
         """The nodes that a prediction needs, verified by ablating all others, and edges through each stream."""
         body, _ = await self._context.read_body(http, CircuitBody)
-        return await self._run(http, lambda: self._circuit(body))
-
-    async def _run(self, http: HttpRequest, work: Any) -> Response:
-        try:
-            return json_response(await self._interp.run_exclusive(http, work))
-        except LogitsError as error:  # the texts run through the edits of every request
-            raise to_api_error(error, steered=True) from error
+        return await self.analysed(http, lambda: self._circuit(body))
 
     def _attribute(self, body: AttributeBody) -> dict[str, Any]:
         ids, common = self._common(body)

@@ -21,7 +21,7 @@ from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
 from birkhoff.server.choices import ChoicesFormatter
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
     MessageList,
     PositiveInt,
@@ -81,10 +81,7 @@ class ChatBody(SamplingFields):
     skip_special_tokens: bool | None = None
 
 
-class ChatRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class ChatRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """OpenAI's chat completions API, with fields for capture, steering and signals."""
         body, warnings = await self._context.read_body(http, ChatBody)

@@ -17,7 +17,7 @@ from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.choices import ChoicesFormatter
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import ResponseFormat, SamplingFields, TokenId
 from birkhoff.server.generation import (
     MIN_LOGPROB,
@@ -48,10 +48,7 @@ class CompletionBody(SamplingFields):
     add_special_tokens: bool | None = None
 
 
-class CompletionRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class CompletionRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """OpenAI's completions API: continues one or several prompts of plain text or token ids."""
         body, warnings = await self._context.read_body(http, CompletionBody)

@@ -192,6 +192,13 @@ class ServingContext:
         return api_error
 
 
+class Routes:
+    """Handlers of some routes."""
+
+    def __init__(self, context: ServingContext):
+        self._context = context
+
+
 def _is_long(http: HttpRequest) -> bool:
     """Whether the body is so long, or of unknown length, that work on it belongs into a worker thread."""
     length = http.headers.get("content-length", "")

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import ModelName, Name, TokenId
 from birkhoff.server.generation import GenerationCall, raise_on_failure
 
@@ -44,10 +44,7 @@ class EmbeddingsBody(RequestBody):
     layer: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
-class EmbeddingsRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class EmbeddingsRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """Mean or last row of `final_hidden`, or of another hook with one vector per token. The model was not
         trained to embed."""

@@ -16,10 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.attention import attention_json, attention_masses
-from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.errors import LogitsError
+from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import normalize_messages
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import MessageList, PositiveInt, SteeringFields, TokenId
 from birkhoff.server.reply import json_response
 from birkhoff.server.sse import wait_or_disconnect
@@ -63,9 +64,9 @@ class EstimateBody(PromptBody):
     max_tokens: PositiveInt = 1
 
 
-class InterpRoutes:
+class InterpRoutes(Routes):
     def __init__(self, context: ServingContext):
-        self._context = context
+        super().__init__(context)
         self._lock = asyncio.Lock()
         self._worker = ThreadPoolExecutor(1, "analysis")
 
@@ -196,6 +197,21 @@ class InterpRoutes:
             task.cancel()
             raise ApiError(499, "the client left.", code="left")
         return task.result()
+
+
+class AnalysisRoutes(Routes):
+    """Handlers whose passes run one at a time with those of `interp`."""
+
+    def __init__(self, context: ServingContext, interp: InterpRoutes):
+        super().__init__(context)
+        self._interp = interp
+
+    async def analysed(self, http: HttpRequest, work: Callable[[], Any]) -> Response:
+        """The result of `work`; its texts run through the edits of every request, which may make logits invalid."""
+        try:
+            return json_response(await self._interp.run_exclusive(http, work))
+        except LogitsError as error:
+            raise to_api_error(error, steered=True) from error
 
 
 def _check_depth(depth: int, count: int) -> int:

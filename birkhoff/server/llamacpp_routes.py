@@ -18,7 +18,7 @@ from birkhoff.engine.request import Request
 from birkhoff.output import timings_of
 from birkhoff.server.api_errors import ApiError
 from birkhoff.server.async_engine import ActiveCall
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
     Seed,
     SteeringFields,
@@ -67,10 +67,7 @@ class LlamaCompletionBody(SteeringFields):
     return_tokens: bool | None = None
 
 
-class LlamaCompletionRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class LlamaCompletionRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """Text completion in the format of llama.cpp's server."""
         body, warnings = await self._context.read_body(http, LlamaCompletionBody)

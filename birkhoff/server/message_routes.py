@@ -22,7 +22,7 @@ from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat
 from birkhoff.server.chat_routes import Thinking
 from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
     InterpFields,
     ModelName,
@@ -88,10 +88,7 @@ class MessagesBody(PromptFields, InterpFields):
     seed: Seed | None = None
 
 
-class MessageRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class MessageRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """Anthropic's Messages API."""
         body, warnings = await self._context.read_body(http, MessagesBody)

@@ -24,7 +24,7 @@ from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat, normalize_messages
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
     MessageList,
     ModelName,
@@ -102,10 +102,7 @@ class OllamaGenerateBody(OllamaFields):
     raw: bool | None = None
 
 
-class OllamaRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class OllamaRoutes(Routes):
     async def chat(self, http: HttpRequest) -> Response:
         """Ollama's chat API; streams lines of JSON."""
         body, warnings = await self._context.read_body(http, OllamaChatBody)

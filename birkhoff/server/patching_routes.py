@@ -17,14 +17,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.capture.spec.request import Capture
-from birkhoff.errors import LogitsError
 from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.site_names import select
-from birkhoff.server.api_errors import ApiError, bad_request, conflict, to_api_error
+from birkhoff.server.api_errors import ApiError, bad_request, conflict
 from birkhoff.server.body import StrictBody
-from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ModuleName, TokenId
-from birkhoff.server.interp_routes import InterpRoutes, PromptBody
+from birkhoff.server.interp_routes import AnalysisRoutes, PromptBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
 
@@ -51,20 +49,13 @@ class SweepBody(StrictBody):
     run: ModuleName | None = None
 
 
-class PatchingRoutes:
-    def __init__(self, context: ServingContext, interp: InterpRoutes):
-        self._context = context
-        self._interp = interp
-
+class PatchingRoutes(AnalysisRoutes):
     async def sweep(self, http: HttpRequest) -> Response:
         """Patches activations of a source text into a target text, cell by cell over layers and positions, and returns
         the logit difference of two tokens. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, SweepBody)
-        try:
-            return json_response(await self._interp.run_exclusive(http, lambda: self._sweep(body)))
-        except LogitsError as error:  # the texts run through the edits of every request
-            raise to_api_error(error, steered=True) from error
+        return await self.analysed(http, lambda: self._sweep(body))
 
     async def delete_run(self, http: HttpRequest, run: str) -> Response:
         """Deletes the activations stored by a patching sweep. Needs the steering key."""

@@ -19,7 +19,7 @@ from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
 from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
     OPENAI_WITHOUT_EFFECT,
     REFUSED,
@@ -82,10 +82,7 @@ class ResponsesBody(InterpFields):
     metadata: dict[str, Any] | None = None
 
 
-class ResponseRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class ResponseRoutes(Routes):
     async def create(self, http: HttpRequest) -> Response:
         """OpenAI's Responses API. Stateless: the whole conversation is sent as `input`."""
         body, warnings = await self._context.read_body(http, ResponsesBody)

@@ -23,8 +23,7 @@ from birkhoff.sae.feature_probe import Feature
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import EmptyBody, StrictBody
-from birkhoff.server.context import ServingContext
-from birkhoff.server.interp_routes import InterpRoutes, TextBody
+from birkhoff.server.interp_routes import AnalysisRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.steering_routes import check_steering_key, request_edits
@@ -62,11 +61,7 @@ class GlobalClampsBody(StrictBody):
     replace: bool = True
 
 
-class SaeRoutes:
-    def __init__(self, context: ServingContext, interp: InterpRoutes):
-        self._context = context
-        self._interp = interp
-
+class SaeRoutes(AnalysisRoutes):
     async def list_saes(self) -> Response:
         """Attached sparse autoencoders with hook and layer."""
         registry = self._context.engine.saes.registry

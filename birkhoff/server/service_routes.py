@@ -26,16 +26,9 @@ from birkhoff.server.metrics import Metrics
 from birkhoff.server.reply import json_response
 
 LIMITS = (
-    "max_queue",
-    "max_connections",
-    "max_choices",
-    "max_body_bytes",
-    "max_upload_bytes",
-    "max_depth",
-    "capture_max_request_bytes",
-    "capture_inline_max_bytes",
-    "lens_max_tokens",
-)
+    "max_queue max_connections max_choices max_body_bytes max_upload_bytes max_depth "
+    "capture_max_request_bytes capture_inline_max_bytes lens_max_tokens"
+).split()
 
 
 class ServiceRoutes:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, normalize_messages
-from birkhoff.server.context import ServingContext
+from birkhoff.server.context import Routes
 from birkhoff.server.fields import MessageList, TokenId, ToolList
 from birkhoff.server.reply import json_response
 from birkhoff.server.tools import validate_tools
@@ -47,10 +47,7 @@ class TemplateBody(RequestBody):
     reasoning_effort: ReasoningEffort | None = None
 
 
-class TokenRoutes:
-    def __init__(self, context: ServingContext):
-        self._context = context
-
+class TokenRoutes(Routes):
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text or a conversation."""
         body, _ = await self._context.read_body(http, TokenizeBody)

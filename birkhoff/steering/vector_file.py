@@ -33,21 +33,9 @@ FORMAT = "birkhoff-vector-1"
 OPS = ("add", "project", "clamp")
 UNITS = ("absolute", "row_norm")
 REQUIRED = (
-    "op",
-    "hook",
-    "layers",
-    "width",
-    "streams",
-    "normalised",
-    "scale_unit",
-    "model",
-    "model_revision",
-    "quant",
-    "method",
-    "n_pairs",
-    "created_at",
-    "sha256",
-)
+    "op hook layers width streams normalised scale_unit model model_revision quant method n_pairs "
+    "created_at sha256"
+).split()
 _FREE = ("scale", "note", "effect")  # optional: a recommended strength, a note, measured effects
 
 

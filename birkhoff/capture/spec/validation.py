@@ -37,19 +37,8 @@ LAYOUTS = ("per_file", "packed", "sharded")
 POINTS = ("before", "after")
 RETURNS = ("inline", "file", "handle")
 FIELDS = (
-    "hooks",
-    "positions",
-    "request_id",
-    "tag",
-    "capture_point",
-    "reduce",
-    "project",
-    "dtype",
-    "streams",
-    "return",
-    "layout",
-    "accepted_only",
-)
+    "hooks positions request_id tag capture_point reduce project dtype streams return layout accepted_only"
+).split()
 _WORDS = {
     "capture_point": POINTS,
     "reduce": (None, *REDUCTIONS),

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from birkhoff.errors import CaptureWriteError
 
@@ -79,6 +81,16 @@ class Disk:
         except BlockingIOError:
             return False
         return True
+
+
+@contextmanager
+def opened(disk: Disk, path: str, flags: int) -> Iterator[int]:
+    """The descriptor of a file, closed at the end of the block."""
+    file = disk.open(path, flags)
+    try:
+        yield file
+    finally:
+        disk.close(file)
 
 
 def write_all(disk: Disk, file: int, data: bytes | bytearray | memoryview, offset: int) -> None:

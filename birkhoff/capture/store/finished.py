@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birkhoff.capture.store.disk import CREATE, Disk, remove, write_all
+from birkhoff.capture.store.disk import CREATE, Disk, opened, remove, write_all
 from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, SIDECAR
 from birkhoff.capture.store.sidecar import CaptureFile, PayloadRange
 from birkhoff.small_file import SIDECAR_BYTES, read_json
@@ -138,11 +138,8 @@ def _replace(disk: Disk, sidecar: Path, facts: dict[str, Any]) -> None:
     text = json.dumps(facts)[:-1] + ', "entries": [\n' + lines + "\n]}\n"
     path = str(sidecar) + OPEN
     remove(disk, path)  # of an earlier attempt
-    file = disk.open(path, CREATE)
-    try:
+    with opened(disk, path, CREATE) as file:
         write_all(disk, file, text.encode(), 0)
         disk.fsync(file)
-    finally:
-        disk.close(file)
     disk.rename(path, str(sidecar))
     disk.sync_directory(str(sidecar.parent))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from birkhoff.capture.store.disk import CREATE, READ_WRITE, Disk, remove, write_all
+from birkhoff.capture.store.disk import CREATE, READ_WRITE, Disk, opened, remove, write_all
 from birkhoff.capture.store.findings import Findings
 from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, POISON, SIDECAR
 from birkhoff.capture.store.root_lock import LOCK, RootLock
@@ -145,12 +145,9 @@ def _settle(disk: Disk, findings: Findings, stem: str, end: int, rewrite: bool, 
 
 def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
     """Create the payload of a journal that records ends of requests but no rows: its name was not synced yet."""
-    file = disk.open(os.path.join(directory, stem + PAYLOAD + OPEN), CREATE)
-    try:
+    with opened(disk, os.path.join(directory, stem + PAYLOAD + OPEN), CREATE) as file:
         if sync:
             disk.fsync(file)
-    finally:
-        disk.close(file)
 
 
 def _leftovers(findings: Findings) -> list[str]:

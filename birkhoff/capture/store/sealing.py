@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from birkhoff.capture.store.disk import CREATE, Disk, remove, write_all
+from birkhoff.capture.store.disk import CREATE, Disk, opened, remove, write_all
 from birkhoff.capture.store.journal import read_journal
 from birkhoff.capture.store.naming import OPEN, PAYLOAD, SIDECAR
 
@@ -207,8 +207,7 @@ class Seal:
     def _write(self, stem: str, pieces: Iterator[bytes]) -> None:
         path = os.path.join(self.directory, stem + SIDECAR + OPEN)
         remove(self._disk, path)  # of an earlier attempt
-        file = self._disk.open(path, CREATE)
-        try:
+        with opened(self._disk, path, CREATE) as file:
             buffer, offset = bytearray(), 0
             for piece in pieces:
                 buffer += piece
@@ -219,8 +218,6 @@ class Seal:
             write_all(self._disk, file, buffer, offset)
             if self._sync:
                 self._disk.fsync(file)
-        finally:
-            self._disk.close(file)
 
 
 def publish(seals: list[Seal], disk: Disk, sync: bool) -> dict[Seal, OSError]:

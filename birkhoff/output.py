@@ -22,6 +22,8 @@ from birkhoff.planning.plan_results import (
     plan_report,
 )
 
+TokenEvents = Generator[TokenEvent, None, None]
+
 
 @dataclass
 class Output:
@@ -173,9 +175,7 @@ class Stream:
 
     Closing it, leaving its `with` block or dropping the last reference cancels the request."""
 
-    def __init__(
-        self, request: Request, events: Generator[TokenEvent, None, None], cancel: Callable[[Request], None]
-    ) -> None:
+    def __init__(self, request: Request, events: TokenEvents, cancel: Callable[[Request], None]) -> None:
         self._request = request
         self._events = events
         self._cancel = cancel

@@ -119,6 +119,12 @@ class Request:
         return self.finish_reason is not None
 
     @property
+    def running_slot(self) -> int:
+        """The slot of a request that has one."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def results(self) -> RequestResults:
         """What the captures and signals of the request produced."""
         return RequestResults() if self.plan is None else self.plan.results

@@ -31,21 +31,15 @@ class LaunchedStep:
     sample: PendingSample
 
 
+@dataclass(eq=False)
 class RunAhead:
     """`controller` decides whether steps of a batch size draft; only those that do not can run ahead."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        sampler: Sampler,
-        controller: SpeculationController | None = None,
-    ):
-        self.scheduler = scheduler
-        self.runner = runner
-        self.sampler = sampler
-        self.controller = controller
-        self.steps = 0  # launched before the results of the previous step were read
+    scheduler: Scheduler
+    runner: Runner
+    sampler: Sampler
+    controller: SpeculationController | None = None
+    steps: int = 0  # launched before the results of the previous step were read
 
     def accepts(self, chunks: Sequence[ScheduledChunk]) -> bool:
         """Whether a step of these chunks can be left on the device while the next one is launched."""

@@ -151,7 +151,7 @@ class Scheduler:
             if r.num_tokens - r.num_computed_tokens > 1 or r.num_computed_tokens < len(r.prompt_ids)
         ]
         if self.batch_invariant:
-            prefilling.sort(key=lambda r: self._last_prefill[_slot(r)])
+            prefilling.sort(key=lambda r: self._last_prefill[r.running_slot])
         chunks = []
         for index, request in enumerate(prefilling):
             share = -(
@@ -161,7 +161,7 @@ class Scheduler:
             if count > 0:
                 start = request.num_computed_tokens
                 chunks.append(ScheduledChunk(request, start, start + count))
-                self._last_prefill[_slot(request)] = self._num_steps
+                self._last_prefill[request.running_slot] = self._num_steps
                 budget -= count
         return chunks
 
@@ -231,14 +231,9 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _free_memory(self, request: Request) -> None:
-        self.slots.release([_slot(request)])
+        self.slots.release([request.running_slot])
         self.pages.release(request.pages)
         request.slot = None
         request.pages = []
         if request.plan is not None:
             request.plan.release()
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None
-    return request.slot

@@ -16,6 +16,7 @@ and `draft` only hands its drafts to the requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,25 +34,19 @@ if TYPE_CHECKING:
     from birkhoff.engine.scheduler import ScheduledChunk
 
 
+@dataclass(eq=False)
 class Speculator:
     """Drafts up to `depth` tokens; the state must be able to step back as many (`state.lookback`)."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        state: State,
-        sampler: Sampler,
-        depth: int,
-        controller: SpeculationController | None = None,
-        chain: DraftChain | None = None,
-    ):
-        assert state.lookback >= depth and state.mtp is not None
-        self.model = model
-        self.state = state
-        self.sampler = sampler
-        self.depth = depth
-        self.controller = controller
-        self.chain = chain
+    model: Transformer
+    state: State
+    sampler: Sampler
+    depth: int
+    controller: SpeculationController | None = None
+    chain: DraftChain | None = None
+
+    def __post_init__(self) -> None:
+        assert self.state.lookback >= self.depth and self.state.mtp is not None
 
     def prefill(
         self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], streams: torch.Tensor
@@ -187,7 +182,7 @@ class Speculator:
         for request, position, streams in ready:
             count = request.num_computed_tokens - position  # the scheduled token and accepted draft tokens
             for offset, token in enumerate(request.tokens(position + 1, position + 1 + count)):
-                pieces.append(SequenceChunk(_slot(request), position + offset, [token]))
+                pieces.append(SequenceChunk(request.running_slot, position + offset, [token]))
             rows.append(streams[:count])
             last_rows.append(len(pieces) - 1)
             request.num_mtp_tokens = position + count
@@ -208,7 +203,7 @@ class Speculator:
                 drafts.append(token)
             if ahead + 1 < self.depth:  # continue from MTP's own streams, one position further
                 pieces = [
-                    SequenceChunk(_slot(request), request.num_computed_tokens + ahead, [token])
+                    SequenceChunk(request.running_slot, request.num_computed_tokens + ahead, [token])
                     for request, token in zip(requests, tokens)
                 ]
                 hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
@@ -220,8 +215,3 @@ class Speculator:
 def _max_drafts(request: Request) -> int:
     """Maximum number of useful draft tokens: a step samples one token more than it verifies."""
     return 0 if request.done else request.max_tokens - len(request.output_ids) - 1
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None
-    return request.slot

@@ -93,25 +93,15 @@ class KeyMask:
     def parse(cls, value: Any) -> KeyMask:
         if isinstance(value, KeyMask):
             return value
-        if not isinstance(value, Mapping) or not {"entries", "positions"} & set(value):
-            return cls(TokenChoice.parse(value, "mask"))
-        rest = {name: part for name, part in value.items() if name != "entries"}
-        if "positions" in rest:
-            check_keys(rest, ("positions",), "mask", SteeringError)
-            rest = rest["positions"]
-        rule = value.get("entries", "any")
-        if rule not in RULES:
-            raise SteeringError(f"is {quoted(rule)}, expected one of {', '.join(RULES)}.", "mask.entries")
+        rest, rule = _with_word(value, "positions", "mask", "entries", RULES)
         return cls(TokenChoice.parse(rest, "mask"), rule)
 
     def to_json(self) -> Any:
         tokens = self.tokens.to_json()
-        if self.entries == "any":
+        if self.entries == RULES[0]:
             return tokens
-        return {
-            **(tokens if self.tokens.positions is None else {"positions": tokens}),
-            "entries": self.entries,
-        }
+        own = tokens if self.tokens.positions is None else {"positions": tokens}
+        return {**own, "entries": self.entries}
 
 
 @dataclass(frozen=True)
@@ -178,15 +168,8 @@ class Ablated:
     def parse(cls, value: Any) -> Ablated:
         if isinstance(value, Ablated):
             return value
-        if not isinstance(value, Mapping) or not {"to", "numbers"} & set(value):
-            return cls(BlockChoice.parse(value, "entries"))
-        rest = {name: part for name, part in value.items() if name != "to"}
-        if "numbers" in rest:
-            check_keys(rest, ("numbers",), "entries", SteeringError)
-        to = value.get("to", "remove")
-        if to not in ABLATIONS:
-            raise SteeringError(f"is {quoted(to)}, expected one of {', '.join(ABLATIONS)}.", "entries.to")
-        return cls(BlockChoice.parse(rest.get("numbers", rest), "entries"), to)
+        rest, to = _with_word(value, "numbers", "entries", "to", ABLATIONS)
+        return cls(BlockChoice.parse(rest, "entries"), to)
 
     def to_json(self) -> Any:
         entries = self.entries.to_json()
@@ -291,10 +274,12 @@ class AttentionEdit(RequestEdit):
         fields = self.to_json()
         names = ("heads", "mask", "blocks", "sink", "entries")
         report = {name: fields[name] for name in names if name in fields} | {"layers": list(layers)}
-        selector = bound(self.where, prompt, max_tokens)
-        heads_only = self.takes_out_heads
         return ResolvedAttention(
-            sites, selector, self.phase, report={"attention": report}, takes_out_heads=heads_only
+            sites,
+            bound(self.where, prompt, max_tokens),
+            self.phase,
+            report={"attention": report},
+            takes_out_heads=self.takes_out_heads,
         )
 
     def _change(self, prompt: Sequence[int] | int, max_tokens: int) -> AttentionChange:
@@ -327,6 +312,20 @@ class ResolvedAttention(ResolvedEdit):
                 "the layers run. Take out heads, or gate by tokens: Gate(tokens=...)."
             )
         return super().gated(gate, gate_report)
+
+
+def _with_word(value: Any, inner: str, path: str, name: str, allowed: Sequence[str]) -> tuple[Any, str]:
+    """A choice and the word beside it, the first allowed one if there is none: the choice itself, its fields and
+    `name`, or the choice as `inner` and `name`."""
+    if not isinstance(value, Mapping) or not {name, inner} & set(value):
+        return value, allowed[0]
+    rest = {key: part for key, part in value.items() if key != name}
+    if inner in rest:
+        check_keys(rest, (inner,), path, SteeringError)
+    word = value.get(name, allowed[0])
+    if word not in allowed:
+        raise SteeringError(f"is {quoted(word)}, expected one of {', '.join(allowed)}.", f"{path}.{name}")
+    return rest.get(inner, rest), word
 
 
 def _positions_of(text: str, ids: Sequence[int], pieces: Pieces | None, path: str) -> tuple[int, ...]:

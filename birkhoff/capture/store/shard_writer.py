@@ -11,6 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.result import CaptureFinish
@@ -22,33 +23,26 @@ MAX_SHARD_ENTRIES = 1 << 16  # small rows fill a shard by count: its sidecar is 
 OpenShard = Callable[[str, str, dict[str, object]], OpenFile]  # tag directory, stem, header
 
 
+@dataclass(eq=False)
 class _Slot:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.file: OpenFile | None = None
-        self.next_seq: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    file: OpenFile | None = None
+    next_seq: int | None = None
 
 
+@dataclass(eq=False)
 class ShardWriter:
     """`opened` creates the files of a shard; `full` receives shards that are no longer written."""
 
-    def __init__(
-        self,
-        root: str,
-        stage: str,
-        num_shards: int,
-        max_bytes: int,
-        max_open: int,
-        opened: OpenShard,
-        full: Callable[[OpenFile], None],
-    ):
-        self._root = root
-        self._stage = stage
-        self._num_shards = num_shards
-        self._max_bytes = max_bytes
-        self._max_open = max_open
-        self._opened = opened
-        self._full = full
+    root: str
+    stage: str
+    num_shards: int
+    max_bytes: int
+    max_open: int
+    opened: OpenShard
+    full: Callable[[OpenFile], None]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._num_open = 0
         self._slots: OrderedDict[tuple[str, int], _Slot] = OrderedDict()  # least recently used first
@@ -58,7 +52,7 @@ class ShardWriter:
         with slot.lock:
             file = self._file(state, slot)
             file.append(state, chunk)
-            if file.nbytes + file.weight >= self._max_bytes or file.num_lines >= MAX_SHARD_ENTRIES:
+            if file.nbytes + file.weight >= self.max_bytes or file.num_lines >= MAX_SHARD_ENTRIES:
                 self._retire(slot)
 
     def finish(self, state: RequestState, finish: CaptureFinish) -> None:
@@ -78,12 +72,12 @@ class ShardWriter:
                 self._retire(slot)
 
     def _slot(self, state: RequestState) -> _Slot:
-        key = (state.directory, shard_index(state.request.request_id, self._num_shards))
+        key = (state.directory, shard_index(state.request.request_id, self.num_shards))
         unused: list[_Slot] = []
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
-            if self._num_open >= self._max_open:
+            if self._num_open >= self.max_open:
                 unused = [
                     other for other in self._slots.values() if other.file is not None and other is not slot
                 ][:1]
@@ -96,15 +90,15 @@ class ShardWriter:
         if slot.file is not None and slot.file.error is not None:
             self._retire(slot)
         if slot.file is None:
-            index = shard_index(state.request.request_id, self._num_shards)
+            index = shard_index(state.request.request_id, self.num_shards)
             if slot.next_seq is None:
-                names = os.listdir(os.path.join(self._root, state.directory))
-                used = [seq for name in names if (seq := shard_seq(name, self._stage, index)) is not None]
+                names = os.listdir(os.path.join(self.root, state.directory))
+                used = [seq for name in names if (seq := shard_seq(name, self.stage, index)) is not None]
                 slot.next_seq = max(used, default=-1) + 1
-            stem = shard_stem(self._stage, index, slot.next_seq)
+            stem = shard_stem(self.stage, index, slot.next_seq)
             slot.next_seq += 1  # also if opening fails: the name may exist partially
             header: dict[str, object] = {"layout": "sharded", "tag": state.request.tag, "shard_idx": index}
-            slot.file = self._opened(state.directory, stem, header | {"seq": slot.next_seq - 1})
+            slot.file = self.opened(state.directory, stem, header | {"seq": slot.next_seq - 1})
             with self._lock:
                 self._num_open += 1
         slot.file.begin(state)
@@ -116,4 +110,4 @@ class ShardWriter:
             slot.file = None
             with self._lock:
                 self._num_open -= 1
-            self._full(file)
+            self.full(file)

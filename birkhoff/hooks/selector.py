@@ -210,11 +210,6 @@ class PositionSelector:
         """
         return None if self._prompt is None else self._prompt.first(0, self.prompt_len)
 
-    def finished(self, position: int) -> bool:
-        """Whether nothing at `position` or after it can be selected."""
-        parts = (self._prompt, self._generated)
-        return all(part is None or position >= part.stop for part in parts)
-
     def max_rows(self) -> tuple[int, int]:
         """Upper bounds of the numbers of selected (prompt, generated) rows; see `exact`."""
         last = self.prompt_len + max(self.max_tokens - 1, 0)

@@ -106,9 +106,6 @@ def test_a_selector_equals_its_definition(value, text):
     assert [p for p, t in enumerate(tokens) if selector.wants(p, t)] == expected
     in_prompt = [p for p in expected if p < prompt_len]
     assert selector.lowest_prompt_position() == (in_prompt[0] if in_prompt else None)
-    for position in range(len(tokens) + 2):
-        if selector.finished(position):
-            assert not any(p >= position for p in expected)
     run = [p for p in expected if p < len(tokens) - 1]  # the last sampled token is never run
     assert sum(selector.max_rows()) == len(run) if selector.exact else sum(selector.max_rows()) >= len(run)
 
@@ -292,15 +289,6 @@ def test_lowest_prompt_position():
     # The ids are unknown: the first position that could be selected.
     assert lowest({"prompt": {"token_ids": [3]}}, prompt=4) == 0
     assert lowest({"prompt": "all", "exclude": {"window": [0, 2]}}) == 2
-
-
-def test_finished():
-    def selector(value):
-        return bind(parse_positions(value), [1, 2, 3], 5)
-
-    assert [selector("all_prompt").finished(p) for p in (0, 2, 3, 7)] == [False, False, True, True]
-    assert [selector("all_generated").finished(p) for p in (0, 7, 8)] == [False, False, True]
-    assert [selector([1, 4]).finished(p) for p in (2, 4, 5)] == [False, False, True]
 
 
 def test_returned_rows_are_read_only():

@@ -36,7 +36,3 @@ class Selection:
         demanded = self.selector.demanded
         missing = ~self._run if length is None else ~self._run | (demanded >= length)
         return [int(position) for position in demanded[missing]]
-
-    def finished(self, position: int) -> bool:
-        """Whether no token at `position` or later can be selected."""
-        return self.selector.finished(position)

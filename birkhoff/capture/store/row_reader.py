@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,9 +119,8 @@ def iter_rows(
     # All readers permute all blocks alike and take every n-th, so that shuffled parts differ from epoch to epoch.
     order = random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))
     blocks = blocks[order[part[0] :: part[1]]]
-    return _batches(
-        files, form, blocks, batch, random if shuffle else None, dtype, labels, verify, drop_last, pool_rows
-    )
+    load = partial(_loaded, files, form=form, dtype=dtype, labels=labels, verify=verify)
+    return _batches(files, blocks, load, batch, random if shuffle else None, pool_rows, drop_last)
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,12 @@ def stored_sites(directory: str | os.PathLike[str]) -> dict[tuple[str, int], Sto
 
 def _batches(
     files: RowFiles,
-    form: tuple[str, tuple[int, ...]],
     blocks: Array,
+    load: Callable[[_RowBlock], CaptureEntry],
     batch: int,
     random: np.random.Generator | None,
-    dtype: str | None,
-    labels: bool,
-    verify: bool,
-    drop_last: bool,
     pool_rows: int | None,
+    drop_last: bool,
 ) -> Iterator[CaptureEntry]:
     """Read blocks in order; with `random`, draw batches from a pool of their rows."""
     most = batch if random is None else max(pool_rows or POOL_BATCHES * batch, batch)
@@ -174,7 +171,7 @@ def _batches(
     try:
         for number, block in enumerate(blocks):
             last = number == len(blocks) - 1
-            batches.append(_loaded(files, _RowBlock(*block.tolist()), form, dtype, labels, verify))
+            batches.append(load(_RowBlock(*block.tolist())))
             count += len(batches[-1])
             if count < most and not last:
                 continue

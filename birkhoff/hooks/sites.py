@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MIXER_OPS = ("clamp", "patch", "scale")
+Layers = Literal["all", "compressed", "indexed"]  # those with a compressor, those with an indexer
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,20 @@ class Site:
     ops: tuple[str, ...] = ()  # edits of a site that takes no vectors
     ordinary: str = ""  # its meaning on an ordinary model, where that differs
     ragged: bool = False  # any number of rows for a token
-    layers: Literal["all", "compressed", "indexed"] = "all"  # those with a compressor, those with an indexer
+    layers: Layers = "all"
 
     @property
     def editable(self) -> bool:
         """Whether any edit changes it."""
         return self.edit or bool(self.ops)
+
+
+def _mixer(id: int, name: str, shape: str, doc: str, once: bool = False) -> Site:
+    return Site(id, name, shape, False, doc, "float32", once=once, ops=MIXER_OPS)
+
+
+def _ragged(id: int, name: str, shape: str, doc: str, layers: Layers = "all") -> Site:
+    return Site(id, name, shape, False, doc, "float32", ragged=True, layers=layers)
 
 
 PRE_ATTN = Site(
@@ -83,39 +92,13 @@ MLP_OUT = Site(
 MHC_STREAMS_PRE_ATTN = Site(5, "mhc_streams_pre_attn", "md", True, "streams entering the attention sublayer")
 MHC_STREAMS_PRE_MLP = Site(6, "mhc_streams_pre_mlp", "md", True, "streams entering the expert sublayer")
 MHC_STREAMS_FINAL = Site(7, "mhc_streams_final", "md", True, "streams before the head merges them", once=True)
-MHC_ATTN_POST_MIX = Site(
-    8,
-    "mhc_attn_post_mix",
-    "m",
-    False,
-    "write-out weights of the attention sublayer",
-    "float32",
-    ops=MIXER_OPS,
-)
-MHC_FFN_POST_MIX = Site(
-    9, "mhc_ffn_post_mix", "m", False, "write-out weights of the expert sublayer", "float32", ops=MIXER_OPS
-)
-MHC_ATTN_RES_MIX = Site(
-    10,
-    "mhc_attn_res_mix",
-    "mm",
-    False,
-    "mixer [from, to] of the attention sublayer",
-    "float32",
-    ops=MIXER_OPS,
-)
-MHC_FFN_RES_MIX = Site(
-    11, "mhc_ffn_res_mix", "mm", False, "mixer [from, to] of the expert sublayer", "float32", ops=MIXER_OPS
-)
-MHC_ATTN_PRE_MIX = Site(
-    12, "mhc_attn_pre_mix", "m", False, "read-in weights of the attention sublayer", "float32", ops=MIXER_OPS
-)
-MHC_FFN_PRE_MIX = Site(
-    13, "mhc_ffn_pre_mix", "m", False, "read-in weights of the expert sublayer", "float32", ops=MIXER_OPS
-)
-MHC_HEAD_MIX = Site(
-    14, "mhc_head_mix", "m", False, "read-out weights of the head", "float32", once=True, ops=MIXER_OPS
-)
+MHC_ATTN_POST_MIX = _mixer(8, "mhc_attn_post_mix", "m", "write-out weights of the attention sublayer")
+MHC_FFN_POST_MIX = _mixer(9, "mhc_ffn_post_mix", "m", "write-out weights of the expert sublayer")
+MHC_ATTN_RES_MIX = _mixer(10, "mhc_attn_res_mix", "mm", "mixer [from, to] of the attention sublayer")
+MHC_FFN_RES_MIX = _mixer(11, "mhc_ffn_res_mix", "mm", "mixer [from, to] of the expert sublayer")
+MHC_ATTN_PRE_MIX = _mixer(12, "mhc_attn_pre_mix", "m", "read-in weights of the attention sublayer")
+MHC_FFN_PRE_MIX = _mixer(13, "mhc_ffn_pre_mix", "m", "read-in weights of the expert sublayer")
+MHC_HEAD_MIX = _mixer(14, "mhc_head_mix", "m", "read-out weights of the head", once=True)
 FINAL_HIDDEN = Site(
     15,
     "final_hidden",
@@ -143,75 +126,34 @@ ATTN_Z = Site(
 ATTN_HEAD_OUT = Site(
     20, "attn_head_out", "hc", True, "output of every attention head, before the grouped output projection"
 )
-ATTN_WEIGHTS = Site(
+ATTN_WEIGHTS = _ragged(
     21,
     "attn_weights",
     "2+h",
-    False,
     "one row for each key that the token attends to: first token, end, and the weight of every head",
-    "float32",
-    ragged=True,
 )
-INDEX_SCORES = Site(
+INDEX_SCORES = _ragged(
     22,
     "index_scores",
     "2",
-    False,
     "one row for each finished block: its number and the score of the indexer",
-    "float32",
-    ragged=True,
-    layers="indexed",
+    "indexed",
 )
-INDEX_BLOCKS = Site(
+INDEX_BLOCKS = _ragged(
     23,
     "index_blocks",
     "3",
-    False,
     "one row for each block that the indexer chose: its number, first token and end",
-    "float32",
-    ragged=True,
-    layers="indexed",
+    "indexed",
 )
-ENTRY_TOKENS = Site(
+ENTRY_TOKENS = _ragged(
     24,
     "entry_tokens",
     "2+c",
-    False,
     "where a token completes a compressed entry, one row for each token in it: entry, token, and the pooling "
     "weight of every channel",
-    "float32",
-    ragged=True,
-    layers="compressed",
+    "compressed",
 )
-
-SITES: tuple[Site, ...] = (
-    PRE_ATTN,
-    POST_ATTN,
-    POST_MLP,
-    MLP_IN,
-    MLP_OUT,
-    MHC_STREAMS_PRE_ATTN,
-    MHC_STREAMS_PRE_MLP,
-    MHC_STREAMS_FINAL,
-    MHC_ATTN_POST_MIX,
-    MHC_FFN_POST_MIX,
-    MHC_ATTN_RES_MIX,
-    MHC_FFN_RES_MIX,
-    MHC_ATTN_PRE_MIX,
-    MHC_FFN_PRE_MIX,
-    MHC_HEAD_MIX,
-    FINAL_HIDDEN,
-    MOE_ROUTER_LOGITS,
-    MOE_TOPK,
-    ATTN_OUT,
-    ATTN_Z,
-    ATTN_HEAD_OUT,
-    ATTN_WEIGHTS,
-    INDEX_SCORES,
-    INDEX_BLOCKS,
-    ENTRY_TOKENS,
-)
-BY_NAME: dict[str, Site] = {site.name: site for site in SITES}
 
 # The hooks of a layer in the order of the forward pass, of V4 and of ordinary models; then those after the last layer.
 _LAYER_ORDER = (
@@ -241,6 +183,8 @@ _LAYER_ORDER = (
     MHC_HEAD_MIX,
     FINAL_HIDDEN,
 )
+SITES: tuple[Site, ...] = tuple(sorted(_LAYER_ORDER, key=lambda site: site.id))
+BY_NAME: dict[str, Site] = {site.name: site for site in SITES}
 _PLACE = {site.name: place for place, site in enumerate(_LAYER_ORDER)}
 
 

@@ -30,27 +30,19 @@ from birkhoff.errors import (
     UnsupportedModel,
 )
 
-TYPES = {
-    400: "invalid_request_error",
+TYPES = {  # other statuses: invalid_request_error below 500, server_error from there on
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    416: "invalid_request_error",
-    421: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     499: "cancelled",
-    500: "server_error",
     501: "not_implemented_error",
     503: "overloaded_error",
     507: "insufficient_storage",
 }
-_ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 408: "timeout_error"}
+_ANTHROPIC = {413: "request_too_large", 500: "api_error"}
 MAX_MESSAGE_CHARS = 1000
 # What messages written for Python callers suggest, and the same over HTTP.
 HTTP_CALLS = {

@@ -264,14 +264,8 @@ class ActiveCall:
                     continue
                 if event.last:
                     self._unfinished -= 1
-                if (
-                    event.last
-                    or event.tokens
-                    or event.parsed
-                    or event.frames
-                    or event.refused
-                    or event.computed_prompt_tokens is not None
-                ):
+                in_prompt = event.computed_prompt_tokens is not None
+                if event.last or event.tokens or event.parsed or event.frames or in_prompt:
                     yield self._index[event.request], event
         finally:
             if idle_timer is not None:

@@ -85,7 +85,7 @@ class LlamaCompletionRoutes(Routes):
         schema = None if body.json_schema is None else schema_format(body.json_schema)
         return GenerationCall(
             prompt,
-            {name: value for name, value in sampling.items() if value is not None},
+            sampling,
             steer=request_edits(body.steering_fields, context.engine),
             mask=context.grammars.from_response_format(schema),
             warnings=warnings,

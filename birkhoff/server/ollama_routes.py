@@ -191,7 +191,7 @@ class OllamaRoutes(Routes):
             sampling["max_tokens"] = context.remaining_context(len(prompt))
         return GenerationCall(
             prompt,
-            {name: value for name, value in sampling.items() if value is not None},
+            sampling,
             None if messages is None else thinking,
             tools,
             steer=request_edits(body.steering_fields, context.engine),

@@ -120,7 +120,6 @@ class ResponseRoutes(Routes):
         sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
-        sampling = {name: value for name, value in sampling.items() if value is not None}
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
         return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)

@@ -35,13 +35,8 @@ class RequestEdit:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                out[f.name] = (
-                    value.to_json()
-                    if hasattr(value, "to_json")
-                    else list(value)
-                    if isinstance(value, tuple)
-                    else value
-                )
+                plain = value.to_json() if hasattr(value, "to_json") else value
+                out[f.name] = list(plain) if isinstance(plain, tuple) else plain
         return out
 
     @classmethod

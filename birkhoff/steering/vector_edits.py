@@ -469,18 +469,12 @@ def check_directions(edits: Sequence[ResolvedEdit]) -> None:
 
 def check_edits(edits: Any) -> tuple[RequestEdit, ...]:
     """The edits as a tuple; anything but a list of edits is refused."""
-    checked = (
-        (edits,)
-        if isinstance(edits, RequestEdit)
-        else tuple(edits)
-        if isinstance(edits, (list, tuple))
-        else None
-    )
-    if checked is None or not all(isinstance(edit, RequestEdit) for edit in checked):
+    listed = [edits] if isinstance(edits, RequestEdit) else edits
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(edit, RequestEdit) for edit in listed):
         raise SteeringError(
             f"steer is {quoted(edits)}, expected a list of edits such as Add, Project, Clamp, Patch or Scale."
         )
-    return checked
+    return tuple(listed)
 
 
 def _check_op(op: str, hook: str, schema: Schema) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from birkhoff.hooks.digest import DigestPart, framed, number
 from birkhoff.hooks.edit import Op, Path
@@ -51,21 +51,10 @@ class AttentionChange:
     ablate: Blocks = Blocks()
     ablation: Ablation = "remove"
 
-    @property
-    def op(self) -> Op:
-        return "attend"
-
-    @property
-    def path(self) -> Path:
-        return "both"
-
-    @property
-    def needs_post(self) -> bool:
-        return False
-
-    @property
-    def gate(self) -> None:
-        return None
+    op: ClassVar[Op] = "attend"
+    path: ClassVar[Path] = "both"
+    needs_post: ClassVar[bool] = False
+    gate: ClassVar[None] = None
 
     @property
     def host(self) -> Any:

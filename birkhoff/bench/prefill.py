@@ -153,7 +153,7 @@ def against_transformers(
     theirs = hf_baseline.prefill_ms(model_hf, tokens, 5)
     del model_hf
     release_memory()
-    model = random_on_device(config, device, kernels="triton", released=released)
+    model = random_on_device(config, device, kernels="triton", released=released).fuse()
     row, *_ = speed_row(model, tokens, 0, 7, matmul_speed)
     del model
     times = theirs["ms"]["median"] / row["ms"]["median"]
@@ -207,7 +207,7 @@ def bench_prefill(
     if baseline_layers:
         yield common | against_transformers(baseline_layers, device, 4096, matmul_speed, released)
     config = preset("flash", layers, False)
-    model = random_on_device(config, device, distinct=distinct, kernels="triton", released=released)
+    model = random_on_device(config, device, distinct=distinct, kernels="triton", released=released).fuse()
     for cached in behind:
         for chunk in chunks:
             row, batch, state = speed_row(model, chunk, cached, rounds, matmul_speed)

@@ -9,6 +9,11 @@ site shows, may be resolved differently too; in decode steps all must agree. Has
 buffers of a decode step are filled with NaN before every step, so that values a kernel does not write are detected.
 
 Rows that attend to a parted row in a later layer are compared like any other.
+
+With released numerics a last bit decides how a value is rounded to FP8, so that two right paths drift apart within a
+layer. They are compared *stage by stage*: the reference path is given the value that the kernels computed at every site
+that can be edited, after its own was recorded, so that each site differs by what one stage does to equal inputs, and no
+row parts.
 """
 
 from __future__ import annotations
@@ -74,15 +79,22 @@ class CaptureAll:
         pass
 
 
-def run_eager(model: Transformer, batch: Batch, state: State, plain: bool) -> SiteValues:
-    """The values of every site in one eager pass; `plain` enables gradients, which selects the reference kernels."""
+def run_eager(
+    model: Transformer, batch: Batch, state: State, plain: bool, given: SiteValues | None = None
+) -> SiteValues:
+    """The values of every site in one eager pass; `plain` enables gradients, which selects the reference kernels. With
+    `given` values the pass goes on with these, stage by stage."""
     sites: SiteValues = {}
+
+    def replace(site: Any, layer: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        value = None if given is None else given.get((site.name, layer))
+        return None if value is None else value.to(tensor).view_as(tensor)
 
     def record(site: Any, layer: int, tensor: torch.Tensor) -> None:
         sites[site.name, layer] = tensor.detach().float().cpu()
 
     with torch.set_grad_enabled(plain):
-        hidden, _ = model.run(batch, state, EagerTap(record))
+        hidden, _ = model.run(batch, state, EagerTap(record, None if given is None else replace))
         sites["logits", -1] = model.logits(hidden).detach().float().cpu()
     return sites
 
@@ -115,16 +127,25 @@ def router_biases(model: Transformer) -> RouterBiases:
 
 
 def compare(
-    actual: SiteValues, reference: SiteValues, biases: RouterBiases, tolerance: float, labels: Row
+    actual: SiteValues,
+    reference: SiteValues,
+    biases: RouterBiases,
+    tolerance: float,
+    labels: Row,
+    by_stage: bool = False,
 ) -> Iterator[Row]:
-    """One row per site, over all layers; `labels["phase"]` determines how many rows may differ."""
+    """One row per site, over all layers; `labels["phase"]` determines how many rows may differ. `by_stage`: the
+    reference was given the actual values, so that a row with another choice of experts is compared again after it."""
     assert actual.keys() == reference.keys(), sorted(actual.keys() ^ reference.keys())
-    parted, choices = _choices(actual, reference, biases, MARGIN * tolerance)
+    parted, choices = _choices(actual, reference, biases, MARGIN * tolerance, by_stage)
     rows = len(parted[0])
     most_parted = min(1 + math.ceil(MAX_PARTED * rows), rows - 1)
     for name in [*(site.name for site in SITES if not site.absent and not site.ragged), "logits"]:
         layers = [key for key in reference if key[0] == name]
-        parted_layers = [parted[_routers_before(*key, len(biases))] for key in layers]
+        if by_stage:
+            parted_layers = [parted[key[1] + 1 if name == MOE_TOPK.name else 0] for key in layers]
+        else:
+            parted_layers = [parted[_routers_before(*key, len(biases))] for key in layers]
         errors = [_errors(name, actual[key], reference[key]) for key in layers]
         compared = torch.cat([error[~parted_rows] for error, parted_rows in zip(errors, parted_layers)])
         compared = compared if len(compared) else torch.tensor([torch.nan])
@@ -154,9 +175,10 @@ def _routers_before(name: str, layer: int, layers: int) -> int:
 
 
 def _choices(
-    actual: SiteValues, reference: SiteValues, biases: RouterBiases, margin: float
+    actual: SiteValues, reference: SiteValues, biases: RouterBiases, margin: float, by_stage: bool
 ) -> tuple[list[torch.Tensor], Row]:
-    """The rows that have parted before each layer and after the last, and the margins of their selections."""
+    """The rows that have parted before each layer and after the last (`by_stage`: in the layer before), and the margins
+    of their selections."""
     parted = [torch.zeros(len(reference[MOE_TOPK.name, 0]), dtype=torch.bool)]
     largest_margin = 0.0
     wide_choices = 0
@@ -175,12 +197,12 @@ def _choices(
             near_tie = (distance <= margin) & (
                 selected.sum(-1) == expected.sum(-1)
             )  # equally many, no duplicates
-            newly_parted = differs & ~parted[-1]  # rows that parted earlier have different scores
+            newly_parted = differs if by_stage else differs & ~parted[-1]  # others have different scores
             wide_choices += int((newly_parted & ~near_tie).sum())
             largest_margin = max(
                 largest_margin, distance[newly_parted].max().item() if newly_parted.any() else 0.0
             )
-        parted.append(parted[-1] | differs)
+        parted.append(differs if by_stage else parted[-1] | differs)
     return parted, {
         "margin_most": significant(largest_margin),
         "margin": margin,
@@ -211,8 +233,8 @@ def compare_sites(
     fast: bool | None,
 ) -> Iterator[Row]:
     """Prefill prompts of `lengths` tokens, then decode `steps` tokens after each, on both paths; `model` uses GPU
-    kernels."""
-    config = model.config
+    kernels. Released numerics are compared stage by stage."""
+    config, by_stage = model.config, model.numerics.released
     rows = len(lengths)
     biases = router_biases(model)
     tokens = torch.randint(config.vocab_size, (rows, max(lengths) + steps))
@@ -227,11 +249,10 @@ def compare_sites(
     }
     for slot, length in enumerate(lengths):
         batch = Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device)
-        reference = run_eager(model, batch, states[0], plain=True)
         actual = run_eager(model, batch, states[1], plain=False)
-        yield from compare(
-            actual, reference, biases, tolerance, common | {"phase": "prompt", "tokens": length}
-        )
+        reference = run_eager(model, batch, states[0], True, actual if by_stage else None)
+        labels = common | {"phase": "prompt", "tokens": length}
+        yield from compare(actual, reference, biases, tolerance, labels, by_stage)
     with torch.no_grad():
         for slot, length in enumerate(lengths):  # both decode from the same cache
             model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), states[1], NoTap())
@@ -248,7 +269,9 @@ def compare_sites(
         chunks = [
             SequenceChunk(slot, positions[slot], torch.tensor([step_tokens[slot]])) for slot in range(rows)
         ]
-        reference = run_eager(model, Batch.of(chunks, device), states[0], plain=True)
         with torch.no_grad():
             actual = run_graph_step(graphs, step_tokens, positions, list(range(rows)))
-        yield from compare(actual, reference, biases, tolerance, common | {"phase": "decode", "step": step})
+        batch = Batch.of(chunks, device)
+        reference = run_eager(model, batch, states[0], True, actual if by_stage else None)
+        labels = common | {"phase": "decode", "step": step}
+        yield from compare(actual, reference, biases, tolerance, labels, by_stage)

@@ -132,31 +132,21 @@ class Decoder:
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:
         """Buffers for `rows` tokens at positions below `context`."""
-        return DecodeBuffers(
-            self.config,
-            rows,
-            context,
-            {w.ratio for w in self.layers},
-            qkv=max(sum(part.out for part in w.qkv_proj) for w in self.layers),
-            queries=max(sum(part.out for part in w.q_b_proj) for w in self.layers),
-            ring=self.config.sliding_window + self.state.lookback,
-            device=self.state.device,
-            dtype=self.dtype,
-            fp16_inputs=self.kernels.fp16_inputs,
-            processors=self.processors,
-            released=self.released,
-        )
+        return self._buffers(rows, context, self.layers)
 
     def draft_buffers(self, rows: int) -> DecodeBuffers:
         """Buffers for `draft` of `rows` tokens: the MTP block attends to its window only."""
         assert self.mtp is not None, "the model or its state was built without the MTP block"
+        return self._buffers(rows, 1, [self.mtp.layer])
+
+    def _buffers(self, rows: int, context: int, layers: Sequence[LayerWeights]) -> DecodeBuffers:
         return DecodeBuffers(
             self.config,
             rows,
-            1,
-            {self.mtp.layer.ratio},
-            qkv=sum(part.out for part in self.mtp.layer.qkv_proj),
-            queries=sum(part.out for part in self.mtp.layer.q_b_proj),
+            context,
+            {w.ratio for w in layers},
+            qkv=max(sum(part.out for part in w.qkv_proj) for w in layers),
+            queries=max(sum(part.out for part in w.q_b_proj) for w in layers),
             ring=self.config.sliding_window + self.state.lookback,
             device=self.state.device,
             dtype=self.dtype,

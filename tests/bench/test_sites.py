@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +25,9 @@ from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from tests.interpreter import DEVICE
 from tests.models import variant
+from tests.sizes import FULL
+
+from birkhoff.kernels.quant import device as device_rounding  # isort: skip
 
 SHORT = variant(compress_ratios=(4,), num_hash_layers=0, num_nextn_predict_layers=0)
 
@@ -36,6 +40,18 @@ def test_prompts_and_steps_are_compared_at_every_site():
         phase_rows = [row for row in rows if row["phase"] == phase]
         assert {row["site"] for row in phase_rows} == names and all(row["passed"] for row in phase_rows)
     assert {row["rows"] for row in rows if row["phase"] == "prompt" and row["site"] == "mlp_out"} == {5}
+
+
+@pytest.mark.parametrize("wrong", [False, True] if FULL else [False])
+def test_released_numerics_are_compared_stage_by_stage(wrong, monkeypatch):
+    """All sites agree although rounding drifts; decode steps that do not round their inputs are seen."""
+    flat = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
+    model = random_on_device(flat, DEVICE, dtype=torch.float32, kernels="triton", released=True)
+    if wrong:
+        monkeypatch.setattr(device_rounding, "round_input", lambda x, out, dtype: out.copy_(x))
+    rows = list(compare_sites(model, DEVICE, [3], 1, 0.01, fast=False))
+    failed = {row["phase"] for row in rows if not row["passed"]}
+    assert failed == ({"decode"} if wrong else set())
 
 
 def test_two_precisions_diverge_at_near_ties_only():

@@ -237,13 +237,8 @@ def _read_streams(
 
 
 @triton.jit
-def _softmax_row(z, base, m, FROM: tl.constexpr, eps):
-    """Row FROM of the mixer before Sinkhorn; `z` are the scaled products without `base`."""
-    first: tl.constexpr = 8 + 4 * FROM
-    a = _element(z, m, first) + tl.load(base + first)
-    b = _element(z, m, first + 1) + tl.load(base + first + 1)
-    c = _element(z, m, first + 2) + tl.load(base + first + 2)
-    d = _element(z, m, first + 3) + tl.load(base + first + 3)
+def softmax4(a, b, c, d, eps):
+    """The softmax of four logits, plus eps."""
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a = tl.exp(a - top)
     b = tl.exp(b - top)
@@ -251,6 +246,17 @@ def _softmax_row(z, base, m, FROM: tl.constexpr, eps):
     d = tl.exp(d - top)
     factor = 1.0 / (a + b + c + d)
     return a * factor + eps, b * factor + eps, c * factor + eps, d * factor + eps
+
+
+@triton.jit
+def _softmax_row(z, base, m, FROM: tl.constexpr, eps):
+    """Row FROM of the mixer before Sinkhorn; `z` are the scaled products without `base`."""
+    first: tl.constexpr = 8 + 4 * FROM
+    a = _element(z, m, first) + tl.load(base + first)
+    b = _element(z, m, first + 1) + tl.load(base + first + 1)
+    c = _element(z, m, first + 2) + tl.load(base + first + 2)
+    d = _element(z, m, first + 3) + tl.load(base + first + 3)
+    return softmax4(a, b, c, d, eps)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
 from birkhoff.kernels.mhc import decode
-from birkhoff.kernels.mhc.decode import _normalise4, _sigmoid
+from birkhoff.kernels.mhc.decode import _normalise4, _sigmoid, softmax4
 from birkhoff.kernels.norm.prefill import code_order, empty_rounded, norm_input
 from birkhoff.kernels.quant.device import rounds_to_codes, store_codes
 
@@ -112,13 +112,7 @@ def _mixer_row(
     b = _logit(parts, t, valid_token, rho, gain, base, 9 + 4 * FROM, PADDED, SPLITS)
     c = _logit(parts, t, valid_token, rho, gain, base, 10 + 4 * FROM, PADDED, SPLITS)
     d = _logit(parts, t, valid_token, rho, gain, base, 11 + 4 * FROM, PADDED, SPLITS)
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a = tl.exp(a - top)
-    b = tl.exp(b - top)
-    c = tl.exp(c - top)
-    d = tl.exp(d - top)
-    factor = 1.0 / (a + b + c + d)
-    return a * factor + eps, b * factor + eps, c * factor + eps, d * factor + eps
+    return softmax4(a, b, c, d, eps)
 
 
 @triton.jit

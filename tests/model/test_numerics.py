@@ -109,7 +109,7 @@ def test_rounding_is_exact_on_inputs_of_the_model(run):
 
         x = taken(run.modules["layers.1.attn"][0], run.config.hidden_size)
         assert np.array_equal(array(numerics.round_input(x)), fp8(array(x), 128))
-        key = taken(run.modules["layers.1.attn.kv_norm"][1], run.config.head_dim)
+        key = taken(run.modules["layers.1.attn.wkv"][1], run.config.head_dim)
         actual = array(numerics.round_key(key, rope_dim))
         assert np.array_equal(actual[:, :-rope_dim], fp8(array(key)[:, :-rope_dim], 64))
         assert np.array_equal(actual[:, -rope_dim:], array(key)[:, -rope_dim:])

@@ -124,8 +124,9 @@ class Decoder:
         reason = "not wanted" if fast is False else self._unsupported_by_cuda()
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
+        layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
         self.kernels: CudaBackend | TritonBackend = (
-            CudaBackend(device, pdl, {kind.name for w in self.layers for kind in w.expert_types})
+            CudaBackend(device, pdl, {kind.name for w in layers for kind in w.expert_types})
             if reason is None
             else _triton_backend()
         )

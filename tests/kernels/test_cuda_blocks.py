@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -133,15 +134,25 @@ def test_experts_in_host_memory_are_read_over_the_bus(kind, rows):
     layer.check()
 
 
+@cache
+def random_experts(kind: str, hidden: int, inner: int) -> list[tuple]:
+    """Three experts: gate and up, down, and their values on the GPU."""
+    experts = []
+    for seed in range(3):
+        both = random_matrix(TYPES[kind], 2 * inner, hidden, seed)
+        last = random_matrix(TYPES[kind], hidden, inner, 7 + seed)
+        experts.append((both, last, both.dense().cuda().double(), last.dense().cuda().double()))
+    return experts
+
+
 class RandomExperts:
     """Three experts of one type, in place of the weights of a layer, and the buffers of a step of `rows` tokens that
     ask two of them each. With `host` the second expert is in page-locked memory."""
 
     def __init__(self, kind: str, rows: int, host: bool = False):
-        self.kernels, self.hidden, self.inner, self.topk, self.rows = backend(), 4096, 2048, 2, rows
+        self.kernels, self.hidden, self.inner, self.topk, self.rows = backend(), 2048, 1024, 2, rows
         hidden, inner, topk = self.hidden, self.inner, self.topk
-        self.both = [random_matrix(TYPES[kind], 2 * inner, hidden, seed) for seed in range(3)]
-        self.last = [random_matrix(TYPES[kind], hidden, inner, 7 + seed) for seed in range(3)]
+        self.experts = random_experts(kind, hidden, inner)
         self.x = 0.02 * inputs(rows, hidden)[1]
         self.ids = torch.stack([torch.randperm(3)[:topk] for _ in range(rows)])
         slots = torch.zeros(3, 16, dtype=torch.int32)
@@ -150,7 +161,7 @@ class RandomExperts:
         for expert in range(3):
             pairs = (self.ids.flatten() == expert).nonzero().flatten().tolist()
             slots[expert, :3] = torch.tensor([expert, len(order), len(pairs)])
-            for at, matrix in ((2, self.both[expert]), (4, self.last[expert])):
+            for at, matrix in zip((2, 4), self.experts[expert][:2]):
                 for offset, tensor in enumerate((matrix.codes, matrix.scales)):
                     if tensor is not None:
                         placed = tensor.pin_memory() if host and expert == 1 else tensor.cuda()
@@ -177,17 +188,16 @@ class RandomExperts:
         )
 
     def check(self) -> None:
-        both = [matrix.dense().double().cuda() for matrix in self.both]
-        last = [matrix.dense().double().cuda() for matrix in self.last]
         for token in range(self.rows):
             for place in range(self.topk):
                 expert = int(self.ids[token, place])
-                a, b = (both[expert] @ self.x[token].double()).split(self.inner)
+                _, _, both, last = self.experts[expert]
+                a, b = (both @ self.x[token].double()).split(self.inner)
                 weight = self.weights[token, place]
                 hidden_row = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10) * weight
                 actual = self.buffers.expert_hidden[token * self.topk + place]
                 assert worst(actual, self.permuted(hidden_row)) < 2**-10
-                expected = self.permuted(last[expert]) @ actual.double()
+                expected = self.permuted(last) @ actual.double()
                 assert worst(self.buffers.expert_out[token, place], expected) < 2e-6
 
 
@@ -198,7 +208,7 @@ def test_a_step_with_other_forms_of_a_shared_expert_gives_the_same_logits(monkey
     assert_step_matches_triton("FP4", 1)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 @pytest.mark.parametrize("experts", ["FP4", "FP8", *BLOCK_TYPES])
 @torch.inference_mode()
 def test_a_step_matches_the_triton_kernels(experts, rows):

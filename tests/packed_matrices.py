@@ -15,7 +15,18 @@ from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 from birkhoff.weights.gguf import read_header
 from birkhoff.weights.gguf_keys import MetadataEntry, metadata_of
 
-_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+# Where a block holds its float16 factors, and their ratio. Types with a minimum multiply unsigned codes and subtract
+# it: with the middle of the codes as ratio the mean of the values is zero, as that of weights is. With a mean as
+# large as their spread one direction of a model's stream outgrows the others, and the rounding of float32 shows fifty
+# times as large in some rows.
+_HALVES = {
+    "Q2_K": {80: 1.0, 82: 1.5},
+    "Q3_K": {108: 1.0},
+    "Q4_K": {0: 1.0, 2: 7.5},
+    "Q5_K": {0: 1.0, 2: 15.5},
+    "Q6_K": {208: 1.0},
+    "MXFP4": {},
+}
 
 
 def random_matrix(
@@ -35,8 +46,9 @@ def random_matrix(
     steps = 0.01 * (0.5 + torch.rand(shape[:2], generator=generator))
 
     def write(factor: float) -> PackedMatrix:
-        for start in _HALVES.get(kind.name, (0,)):
-            blocks[..., start : start + 2] = (steps * factor).half().view(torch.uint8).view(*shape[:2], 2)
+        for start, ratio in _HALVES.get(kind.name, {0: 1.0}).items():
+            halves = (steps * factor * ratio).half()
+            blocks[..., start : start + 2] = halves.view(torch.uint8).view(*shape[:2], 2)
         if kind.name == "MXFP4":
             exponents = torch.randint(-1, 2, shape[:2], generator=generator) + round(math.log2(factor)) + 125
             blocks[..., 0] = exponents.to(torch.uint8)

@@ -310,16 +310,11 @@ def _behind_norm(norm: Any, weight: torch.Tensor, final: torch.Tensor) -> torch.
     return weight * gain * (final.square().mean() + eps).rsqrt()
 
 
-def num_heads(config: Any) -> int:
-    """The number of attention heads of an ordinary model."""
-    return int(config.raw.get("num_attention_heads") or config.raw["n_head"])
-
-
 def _ordinary_heads(
     model: Any, recorded: Trace, layer: int, at: int, direction: torch.Tensor
 ) -> torch.Tensor:
     """Products [heads] of `direction` with the output of each head."""
-    count = num_heads(model.config)
+    count = model.config.num_attention_heads
     module = model.layers[layer].get_submodule(model.points["attn_z"].module)
     weight = module.weight.double()
     back = (

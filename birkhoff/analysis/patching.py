@@ -15,7 +15,6 @@ import torch
 
 from birkhoff import notebook
 from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
-from birkhoff.analysis.logit_attribution import num_heads
 from birkhoff.analysis.metric import resolve_metric
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
@@ -220,7 +219,7 @@ def _heads(engine: Engine) -> tuple[str, int]:
         return "attn_head_out", engine.schema["attn_head_out"].logical_shape[0]
     if "attn_z" not in engine.schema:
         raise SiteError("over is 'heads', but this model has no hook of its heads' outputs. Name a hook.")
-    return "attn_z", num_heads(engine.config)
+    return "attn_z", engine.config.num_attention_heads  # type: ignore[attr-defined]
 
 
 def _sites(engine: Engine, over: Any, layers: Any) -> dict[str, dict[int, Any]]:

@@ -128,6 +128,8 @@ def _inspect_foreign(path: Path, console: Console, json: bool) -> None:
         experts = f", {report['experts']} experts" if report["experts"] else ""
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report["dtypes"].items())
         chat = "with a chat template" if report["chat_template"] else "no chat template"
+        chat += f", tools ({report['tools']})" if report["tools"] else ""
+        chat += ", reasoning" if report["reasoning"] else ""
         console.print(
             f"{path}: {report['title']} ({report['architecture']}), backend transformers", markup=False
         )

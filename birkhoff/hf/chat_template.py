@@ -12,7 +12,7 @@ from birkhoff.errors import OptionError, PromptError, quoted
 from birkhoff.text.chat_format import Messages, Tools
 from birkhoff.text.markers import END_THINK, THINK
 from birkhoff.text.output_stream import ChatStream
-from birkhoff.text.template_answer import MISTRAL, TemplateParser, call_syntax
+from birkhoff.text.template_answer import MISTRAL, TemplateParser, call_syntax, takes_tools, writes_reasoning
 from birkhoff.text.tokenizer import Tokenizer
 
 
@@ -24,9 +24,9 @@ class TemplateChat:
         self._tokenizer = tokenizer
         self._decoder = decoder
         source = tokenizer.get_chat_template(tools=[{}])
-        self.tools = re.search(r"\btools\b", source) is not None
+        self.tools = takes_tools(source)
         self.calls = call_syntax(source) if self.tools else None
-        self.reasons = THINK in source or END_THINK in source
+        self.reasons = writes_reasoning(source)
         self._takes_effort = "reasoning_effort" in source
         self._opens = {
             thinking: self.reasons and self._opens_reasoning(thinking) for thinking in (False, True)

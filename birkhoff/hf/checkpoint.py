@@ -40,6 +40,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether the directory has files of a tokenizer."""
+    return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def runs_here(config: Mapping[str, Any]) -> bool:
     """Whether the config is of another model than ours: `family_of` accepts it or says why not."""
     kind = config.get("model_type")

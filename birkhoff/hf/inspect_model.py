@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from birkhoff.hf.checkpoint import family_of, read_config
+from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config
 from birkhoff.hf.families import points_of
+from birkhoff.text.template_answer import call_syntax, takes_tools, writes_reasoning
 from birkhoff.weights.shard_index import read_shards
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def inspect_model(path: Path) -> dict[str, Any]:
@@ -25,8 +24,9 @@ def inspect_model(path: Path) -> dict[str, Any]:
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + math.prod(tensor.shape)
-    if not any((path / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(path):
         problems.append("no tokenizer files: text cannot be encoded, token ids work")
+    template = _chat_template(path)
     return {
         "path": str(path),
         "backend": "transformers",
@@ -43,7 +43,9 @@ def inspect_model(path: Path) -> dict[str, Any]:
         "parameters": sum(dtypes.values()),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "dtypes": dtypes,
-        "chat_template": _has_chat_template(path),
+        "chat_template": bool(template),
+        "tools": call_syntax(template).name if takes_tools(template) else None,
+        "reasoning": writes_reasoning(template),
         "problems": problems,
     }
 
@@ -56,11 +58,13 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
     return bool(config.get("mlp_only_layers")) or int(config.get("decoder_sparse_step") or 1) > 1
 
 
-def _has_chat_template(path: Path) -> bool:
-    if (path / "chat_template.jinja").is_file():
-        return True
+def _chat_template(path: Path) -> str:
+    """The text of the chat template, of all of them if there are several; empty if there is none."""
     try:
+        if (path / "chat_template.jinja").is_file():
+            return (path / "chat_template.jinja").read_text(encoding="utf-8")
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+        return ""
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    return template if isinstance(template, str) else json.dumps(template) if template else ""

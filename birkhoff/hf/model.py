@@ -36,6 +36,10 @@ class HfConfig:
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any]
 
+    @property
+    def num_attention_heads(self) -> int:
+        return int(self.raw.get("num_attention_heads") or self.raw["n_head"])
+
 
 class HfModel:
     """`network` is the Transformers model, `family` its row of the table."""

@@ -13,7 +13,7 @@ from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.engine import EngineCore
 from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
 from birkhoff.hf.chat_template import TemplateChat
-from birkhoff.hf.checkpoint import family_of, read_config
+from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config
 from birkhoff.hf.model import HfConfig, HfModel
 from birkhoff.hf.runner import HfRunner
 from birkhoff.text.general_tokenizer import GeneralTokenizer
@@ -60,7 +60,7 @@ class OpenedText:
 
 def open_text(path: Path, vocab_size: int) -> OpenedText:
     """The tokenizer and chat template of a checkpoint directory; empty if it has no tokenizer."""
-    own = _tokenizer(_library(), path, _LOCAL)
+    own = _tokenizer(path)
     if own is None:
         return OpenedText()
     tokenizer = GeneralTokenizer(own.backend_tokenizer.to_str(), name=path.name, vocab_size=vocab_size)
@@ -101,10 +101,8 @@ def token_bytes(model: HfModel) -> int:
     raw = model.config.raw
     if not model.family.cached:
         return 1
-    heads = raw.get("num_key_value_heads") or raw.get("num_attention_heads") or raw["n_head"]
-    width = raw.get("head_dim") or model.config.hidden_size // (
-        raw.get("num_attention_heads") or raw["n_head"]
-    )
+    heads = raw.get("num_key_value_heads") or model.config.num_attention_heads
+    width = raw.get("head_dim") or model.config.hidden_size // model.config.num_attention_heads
     return 2 * int(heads) * int(width) * model.dtype.itemsize * len(model.layers)
 
 
@@ -136,12 +134,12 @@ def _library() -> Any:
     return transformers
 
 
-def _tokenizer(transformers: Any, path: Path, local: Mapping[str, Any]) -> Any:
+def _tokenizer(path: Path) -> Any:
     """The Transformers tokenizer of the checkpoint, None if it has no files of one."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(path):
         return None
     try:
-        own = transformers.AutoTokenizer.from_pretrained(path, **local)
+        own = _library().AutoTokenizer.from_pretrained(path, **_LOCAL)
     except Exception as error:  # one of many
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {quoted(str(error), 300)}.") from None
     return own if getattr(own, "backend_tokenizer", None) is not None else None

@@ -121,10 +121,11 @@ class OllamaRoutes(Routes):
     async def tags(self) -> Response:
         """The served names in Ollama's format."""
         engine = self._context.engine
+        family = getattr(engine.config, "model_type", "deepseek4")  # V4's config has no other
         details = {
             "format": "safetensors",
-            "family": "deepseek4",
-            "families": ["deepseek4"],
+            "family": family,
+            "families": [family],
             "parameter_size": "",
             "quantization_level": str(engine.settings["dtype"]),
         }

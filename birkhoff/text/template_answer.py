@@ -56,6 +56,14 @@ PHI = CallSyntax("phi", "<|tool_call|>", "<|/tool_call|>", array=True)
 LLAMA = CallSyntax("llama", "<|python_tag|>", arguments="parameters", bare=True)
 
 
+def takes_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def writes_reasoning(template: str) -> bool:
+    return THINK in template or END_THINK in template
+
+
 def call_syntax(template: str) -> CallSyntax:
     """The format in which a chat template with tools writes calls: by the tags it spells, else a bare JSON object."""
     if MISTRAL.opening in template:

@@ -109,6 +109,8 @@ def test_lens_features_schema_and_props(served):
     props = served.get("/props").json()
     assert props["streams"] is None and props["signals"] == [] and props["experts"] is None
     assert props["chat"] == {"chat": True, "tools": False, "reasoning": False, "system": True}
+    (listed,) = served.get("/api/tags").json()["models"]
+    assert listed["details"]["family"] == "qwen2"
     lens = served.post("/v1/lens", {"prompt": TEXT, "k": 2})
     assert lens.status_code == 200 and lens.json()["views"] == ["head"]
     features = served.post("/v1/interp/features", {"prompt": TEXT, "sae": "features"})

@@ -10,6 +10,7 @@ import transformers
 
 import birkhoff
 from birkhoff.errors import OptionError, PromptError
+from birkhoff.hf.inspect_model import inspect_model
 from birkhoff.server.json_grammar import GrammarCompiler
 from birkhoff.server.tools import resolve_tool_choice
 from tests.hf.models import make
@@ -159,6 +160,10 @@ def test_reasoning_comes_before_an_answer_of_a_given_form(served):
         client.chat.completions.create(reasoning_effort="high", **options)
 
 
+def chat_name(style):
+    return "mistral" if style == "named" else style
+
+
 @pytest.fixture
 def engines():
     """Filled by the test: the engine whose tokenizer grammars are compiled for."""
@@ -179,6 +184,8 @@ def test_forced_calls_of_every_format_are_parsed(style, tmp_path, engines, gramm
     with birkhoff.load(tmp_path, **SMALL) as engine:
         tools = [WEATHER, CLOCK]
         assert engine.chat_abilities == {"chat": True, "tools": True, "reasoning": style == "phi"}
+        report = inspect_model(tmp_path)
+        assert report["tools"] == chat_name(style) and report["reasoning"] == (style == "phi")
         prompt = engine.encode_chat(ASKED, tools=tools)
         assert '"get_weather"' in engine.tokenizer.decode(prompt)
         engines.append(engine)

@@ -24,7 +24,7 @@ MAX_SCORES = 1 << 26  # pairs of a query and an entry, four bytes each
 
 @triton.jit(
     do_not_specialize=["rows", "slot", "per_page", "max_entries", "weight_stride", "table_stride"],
-    do_not_specialize_on_alignment=["queries", "weights", "counts", "scores"],
+    do_not_specialize_on_alignment=["weights", "counts", "scores"],
 )
 def _score(
     queries,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Text = Annotated[str, typer.Argument(help="Text to explain; - reads it from standard input.")]
 Token = Annotated[str, typer.Option(help="Token whose logit is explained: its text, or id:NUMBER.")]
-Other = Annotated[str | None, typer.Option(help="Token whose logit is subtracted.", show_default=False)]
+Other = Annotated[str | None, typer.Option(help="Token whose logit is subtracted.")]
 Position = Annotated[int, typer.Option(help="Position of the prediction; negative ones count from the end.")]
 Baseline = Annotated[
     str, typer.Option(help="What parts are moved to: zero, mean, or a text of the same number of tokens.")
@@ -35,8 +35,7 @@ Over = Annotated[
     list[str] | None,
     typer.Option(
         help="What is scored: a hook, sublayers, streams, mixers, heads, experts or features:FILE; repeatable. "
-        "Default: sublayers.",
-        show_default=False,
+        "Default: sublayers."
     ),
 ]
 Method = Annotated[str, typer.Option(help="gradient, integrated, inputs or exact.")]
@@ -114,9 +113,7 @@ def circuit(
     faithfulness: Annotated[
         float, typer.Option(help="Share of the metric that the circuit must keep.")
     ] = 0.8,
-    svg: Annotated[
-        Path | None, typer.Option(help="Also draw the circuit to this SVG file.", show_default=False)
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the circuit to this SVG file.")] = None,
 ) -> None:
     """Find the parts that a prediction needs, and verify them by ablating all others."""
     found = engine.circuit(text, faithfulness=faithfulness, **keywords)

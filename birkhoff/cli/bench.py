@@ -30,8 +30,7 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 
 JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal too.")]
 Model = Annotated[
-    str | None,
-    typer.Option(help="Checkpoint to measure; default: random weights of nano's size.", show_default=False),
+    str | None, typer.Option(help="Checkpoint to measure; default: random weights of nano's size.")
 ]
 Threads = Annotated[int, typer.Option(help="PyTorch threads.")]
 PromptTokens = Annotated[int, typer.Option(help="Prompt length in tokens.")]
@@ -70,9 +69,7 @@ def model(
     alone: Annotated[bool, typer.Option("--alone", help="Do not run transformers.")] = False,
     llama: Annotated[
         str | None,
-        typer.Option(
-            help="GGUF file to run with llama.cpp (llama-cpp-python) in turns with ours.", show_default=False
-        ),
+        typer.Option(help="GGUF file to run with llama.cpp (llama-cpp-python) in turns with ours."),
     ] = None,
     weights: Annotated[str, typer.Option(help="auto, packed or dense.")] = "auto",
     json: JsonLines = False,
@@ -133,8 +130,7 @@ def decode(
     placement: Annotated[
         list[str] | None,
         typer.Option(
-            help="Offload experts to host memory: the share on the GPU (0.925) or GPU memory (24GiB); repeatable.",
-            show_default=False,
+            help="Offload experts to host memory: the share on the GPU (0.925) or GPU memory (24GiB); repeatable."
         ),
     ] = None,
     speculate: Annotated[
@@ -142,7 +138,6 @@ def decode(
         typer.Option(
             metavar="RATE",
             help="Decode with MTP drafts of which this share is accepted, next to plain decoding; 0 to 1.",
-            show_default=False,
         ),
     ] = None,
     formats: Annotated[
@@ -152,7 +147,6 @@ def decode(
             metavar="EXPERTS+DENSE",
             help="Compare stored types with the released FP4+FP8: MXFP4+Q8_0, Q2_K+Q8_0, IQ2_XXS/Q2_K+Q8_0 (experts' "
             "gate and up/down+projections); repeatable.",
-            show_default=False,
         ),
     ] = None,
     depth: Annotated[int, typer.Option(help="Draft tokens per step with --speculate, 1 to 3.")] = 1,
@@ -258,8 +252,7 @@ def harvest(
     shuffle_rows: Annotated[int, typer.Option(help="Rows that are shuffled together.")] = 65_536,
     file_texts: Annotated[int, typer.Option(help="Prompts whose rows go to files.")] = 32,
     disk: Annotated[
-        str | None,
-        typer.Option(help="Directory for capture files; default: a temporary directory.", show_default=False),
+        str | None, typer.Option(help="Directory for capture files; default: a temporary directory.")
     ] = None,
 ) -> None:
     """Rows per second to the device, to the host and to files, beside prompts alone, bus and disk; JSON lines.
@@ -283,8 +276,7 @@ def sae(
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 10,
     products: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     kind: Annotated[
-        list[str] | None,
-        typer.Option(help="Kind of dictionary; repeatable. [default: all]", show_default=False),
+        list[str] | None, typer.Option(help="Kind of dictionary; repeatable. [default: all]")
     ] = None,
 ) -> None:
     """Training of dictionaries, beside a plain PyTorch loop and the encoder's product alone; JSON lines."""
@@ -349,8 +341,7 @@ def interp(
     rounds: Rounds = 5,
     batch: BatchSize = 4,
     disk: Annotated[
-        str | None,
-        typer.Option(help="Directory for capture files; default: a temporary directory.", show_default=False),
+        str | None, typer.Option(help="Directory for capture files; default: a temporary directory.")
     ] = None,
     json: JsonLines = False,
 ) -> None:
@@ -442,15 +433,13 @@ def serve(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Serve mixed traffic on this device, such as cuda: plain, steered and captured answers.",
-            show_default=False,
+            help="Serve mixed traffic on this device, such as cuda: plain, steered and captured answers."
         ),
     ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
-            help="With --device cuda: random weights of so many layers at V4-Flash width, not --model.",
-            show_default=False,
+            help="With --device cuda: random weights of so many layers at V4-Flash width, not --model."
         ),
     ] = None,
     steered: Annotated[float, typer.Option(help="With --device: share of steered requests.")] = 0.3,

@@ -31,68 +31,47 @@ MAX_REQUESTS = 8
 
 @shared_options("Model", without=("dtype",))
 def capture(
-    data: Annotated[str | None, typer.Argument(help=DATA_HELP, show_default=False)] = None,
+    data: Annotated[str | None, typer.Argument(help=DATA_HELP)] = None,
     hooks: Annotated[
-        str | None,
-        typer.Option(help='Hooks and layers: "mlp_out=*;mhc_streams_pre_attn=4,6..8".', show_default=False),
+        str | None, typer.Option(help='Hooks and layers: "mlp_out=*;mhc_streams_pre_attn=4,6..8".')
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Output directory.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory.")] = None,
     positions: Annotated[
         str, typer.Option(help="all_prompt, last_prompt, or JSON: a list of positions or an object.")
     ] = "all_prompt",
-    dtype: Annotated[
-        str | None, typer.Option(help="Store rows as bf16, fp16, fp32 or fp8_e4m3.", show_default=False)
-    ] = None,
-    compute_dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype: float32 or bfloat16.", show_default=False)
-    ] = None,
-    streams: Annotated[
-        str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)
-    ] = None,
-    reduce: Annotated[
-        str | None, typer.Option(help="One row per text: mean, sum, last or max_norm.", show_default=False)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Store rows as bf16, fp16, fp32 or fp8_e4m3.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="Compute dtype: float32 or bfloat16.")] = None,
+    streams: Annotated[str | None, typer.Option(help="Keep only these streams: 0,2.")] = None,
+    reduce: Annotated[str | None, typer.Option(help="One row per text: mean, sum, last or max_norm.")] = None,
     layout: Annotated[str, typer.Option(help="sharded, packed or per_file.")] = "sharded",
     tag: Annotated[str, typer.Option(help="Subdirectory of --out.")] = "harvest",
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     whole_file: Annotated[
         bool, typer.Option("--whole-file", help="Read a .txt file as one text, not one per line.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip invalid texts and count them.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "--estimate", help="Count rows and bytes and exit.")
     ] = False,
     repair: Annotated[
-        Path | None,
-        typer.Option(
-            help="Finalize the files an aborted run left in this directory and exit.", show_default=False
-        ),
+        Path | None, typer.Option(help="Finalize the files an aborted run left in this directory and exit.")
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             help="Run on a Ray cluster: auto, HOST:6379, ray://HOST:10001, or local.",
             metavar="ADDRESS",
-            show_default=False,
             rich_help_panel="Ray",
         ),
     ] = None,
     ray_actors: Annotated[
         int | None,
-        typer.Option(
-            help="Number of engines. [default: one per GPU, or per machine]",
-            show_default=False,
-            rich_help_panel="Ray",
-        ),
+        typer.Option(help="Number of engines. [default: one per GPU, or per machine]", rich_help_panel="Ray"),
     ] = None,
     ray_gpus: Annotated[
         float | None,
-        typer.Option(
-            help="GPUs of an engine. [default: 1 if there are some]",
-            show_default=False,
-            rich_help_panel="Ray",
-        ),
+        typer.Option(help="GPUs of an engine. [default: 1 if there are some]", rich_help_panel="Ray"),
     ] = None,
     ray_cpus: Annotated[float, typer.Option(help="CPUs of an engine.", rich_help_panel="Ray")] = 1,
     ray_part: Annotated[

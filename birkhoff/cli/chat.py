@@ -31,12 +31,12 @@ PROMPT = ">>> "
 
 @shared_options("Model", "Sampling", without=("n", "logprobs"))
 def chat(
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Generate reasoning before the answer.")
     ] = False,
     effort: Annotated[
-        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).", show_default=False)
+        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).")
     ] = None,
     steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,

@@ -13,34 +13,24 @@ from birkhoff.cli.terminal import print_status, progress_bar
 
 
 def convert(
-    src: Annotated[
-        str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)
-    ],
-    dst: Annotated[
-        Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.", show_default=False)
-    ],
+    src: Annotated[str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.")],
+    dst: Annotated[Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.")],
     to: Annotated[
-        str | None,
-        typer.Option(help="gguf or safetensors; default: from the name of DST.", show_default=False),
+        str | None, typer.Option(help="gguf or safetensors; default: from the name of DST.")
     ] = None,
     experts: Annotated[
-        str | None,
-        typer.Option(
-            help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.", show_default=False
-        ),
+        str | None, typer.Option(help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.")
     ] = None,
     dense: Annotated[
-        str | None,
-        typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.", show_default=False),
+        str | None, typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.")
     ] = None,
     preset: Annotated[str, typer.Option(help="GGUF dialect: upstream or ds4.")] = "upstream",
     mtp: Annotated[bool, typer.Option(help="Include multi-token prediction (GGUF: NAME-mtp.gguf).")] = True,
     shard_size: Annotated[
-        str | None,
-        typer.Option(help="Split into files of about this size, such as 45GB.", show_default=False),
+        str | None, typer.Option(help="Split into files of about this size, such as 45GB.")
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Fail if a weight would be rounded.")] = False,
-    workers: Annotated[int | None, typer.Option(help="Threads.", show_default=False)] = None,
+    workers: Annotated[int | None, typer.Option(help="Threads.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Report what would be written and exit.")
     ] = False,

@@ -14,23 +14,15 @@ from birkhoff.cli.terminal import print_status, progress_bar
 
 
 def crosscoder(
-    store: Annotated[
-        Path,
-        typer.Option(help="Harvest of all its sites: the --out of capture, or a tag.", show_default=False),
-    ],
+    store: Annotated[Path, typer.Option(help="Harvest of all its sites: the --out of capture, or a tag.")],
     inputs: Annotated[
-        list[str],
-        typer.Option(
-            "--input", help="Site that features are computed from: mlp_in.4; repeatable.", show_default=False
-        ),
+        list[str], typer.Option("--input", help="Site that features are computed from: mlp_in.4; repeatable.")
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write it to.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory to write it to.")],
     outputs: Annotated[
         list[str] | None,
         typer.Option(
-            "--output",
-            help="Site that it reconstructs, for a transcoder; repeatable. [default: its inputs]",
-            show_default=False,
+            "--output", help="Site that it reconstructs, for a transcoder; repeatable. [default: its inputs]"
         ),
     ] = None,
     view: Annotated[str, typer.Option(help="View of streams: flat or mean.")] = "flat",

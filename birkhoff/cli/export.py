@@ -19,20 +19,14 @@ from birkhoff.errors import OptionError, quoted
 
 def export(
     run: Annotated[
-        Path,
-        typer.Argument(
-            help="Directory of a capture: its --out, a tag in it, or one request.", show_default=False
-        ),
+        Path, typer.Argument(help="Directory of a capture: its --out, a tag in it, or one request.")
     ],
-    format: Annotated[str, typer.Option(help="parquet, safetensors, zarr or datasets.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="New folder to write.", show_default=False)],
+    format: Annotated[str, typer.Option(help="parquet, safetensors, zarr or datasets.")],
+    out: Annotated[Path, typer.Option(help="New folder to write.")],
     site: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these rows: mlp_out.3; repeatable. [default: all]", show_default=False),
+        list[str] | None, typer.Option(help="Only these rows: mlp_out.3; repeatable. [default: all]")
     ] = None,
-    shard_rows: Annotated[
-        int | None, typer.Option(help="Rows per file. [default: about 256 MiB]", show_default=False)
-    ] = None,
+    shard_rows: Annotated[int | None, typer.Option(help="Rows per file. [default: about 256 MiB]")] = None,
     json: Json = False,
 ) -> None:
     """Write captured rows in a format of other tools."""

@@ -33,14 +33,12 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the text as a user message in the chat format.")
     ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System message (with --chat).", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message (with --chat).")] = None,
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Generate reasoning before the answer (with --chat).")
     ] = False,
     effort: Annotated[
-        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).", show_default=False)
+        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).")
     ] = None,
     steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,

@@ -39,8 +39,7 @@ def inspect(
         Path,
         typer.Argument(
             help="nano, a checkpoint directory, a GGUF file or org/name in the hub cache; for --gpu also a "
-            "config.json, flash or pro.",
-            show_default=False,
+            "config.json, flash or pro."
         ),
     ],
     gpu_memory: PlanGpuMemory = None,

@@ -127,7 +127,7 @@ DATA_HELP = (
     "A .jsonl, .txt or .parquet file (.zst or .gz too), a folder of them or of save_to_disk, or "
     "datasets:NAME?split=train."
 )
-Texts = Annotated[str, typer.Option(help=DATA_HELP, show_default=False)]
+Texts = Annotated[str, typer.Option(help=DATA_HELP)]
 PANELS = {"Model": ENGINE, "Sampling": SAMPLING, "Server": SERVER}
 _SAMPLING_NAMES = {flag.name for flag in SAMPLING}
 
@@ -205,21 +205,11 @@ def _parse_logit_bias(entries: list[str]) -> dict[int, float]:
 # Options of a memory plan (`inspect`, `pull`).
 PlanGpuMemory = Annotated[
     str | None,
-    typer.Option(
-        "--gpu",
-        "--gpu-memory",
-        help="Plan for a GPU with this much memory, such as 24GiB.",
-        show_default=False,
-    ),
+    typer.Option("--gpu", "--gpu-memory", help="Plan for a GPU with this much memory, such as 24GiB."),
 ]
 PlanRam = Annotated[
     str | None,
-    typer.Option(
-        help="Plan for this much free host memory, such as 64GiB: beside --gpu, or for a CPU.",
-        show_default=False,
-    ),
+    typer.Option(help="Plan for this much free host memory, such as 64GiB: beside --gpu, or for a CPU."),
 ]
-PlanContext = Annotated[
-    int | None, typer.Option(help="Context length per request for a plan, in tokens.", show_default=False)
-]
+PlanContext = Annotated[int | None, typer.Option(help="Context length per request for a plan, in tokens.")]
 PlanRequests = Annotated[int, typer.Option(help="Concurrent requests for a plan.")]

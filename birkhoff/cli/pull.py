@@ -42,13 +42,8 @@ _STATUS_SECONDS = 10.0
 
 
 def pull(
-    model: Annotated[
-        str,
-        typer.Argument(help="org/name on the hub, or org/name/path for a part of it.", show_default=False),
-    ],
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit. \\[default: main]", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Argument(help="org/name on the hub, or org/name/path for a part of it.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. \\[default: main]")] = None,
     include: Annotated[
         list[str] | None,
         typer.Option(help="Take only files that match this pattern, such as '*.json'. May be repeated."),
@@ -56,9 +51,7 @@ def pull(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Leave out files that match this pattern. May be repeated.")
     ] = None,
-    gguf_file: Annotated[
-        str | None, typer.Option(help="Take this GGUF file of the repository.", show_default=False)
-    ] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Take this GGUF file of the repository.")] = None,
     gpu_memory: PlanGpuMemory = None,
     ram: PlanRam = None,
     context: PlanContext = None,

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 def report(
     run: Annotated[
-        Path,
-        typer.Argument(
-            help="Directory of a capture: its --out, a tag in it, or one request.", show_default=False
-        ),
+        Path, typer.Argument(help="Directory of a capture: its --out, a tag in it, or one request.")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write. [default: RUN.html]", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. [default: RUN.html]")] = None,
     model: Annotated[str, typer.Option(help="Model whose tokenizer reads the tokens.")] = "nano",
     limit: Annotated[int, typer.Option(help="Show at most this many texts.")] = 8,
     json: Json = False,

@@ -34,37 +34,23 @@ app = typer.Typer(
     no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
 )
 MAX_REQUESTS = 8
-Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.", show_default=False)]
+Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.")]
 Directory = Annotated[
-    Path,
-    typer.Argument(
-        help="Directory of an SAE, nano for its own, or the name of a published one.", show_default=False
-    ),
+    Path, typer.Argument(help="Directory of an SAE, nano for its own, or the name of a published one.")
 ]
-Hook = Annotated[
-    str | None, typer.Option(help="Hook of its rows, if the SAE does not name it.", show_default=False)
-]
-Layer = Annotated[
-    int | None, typer.Option(help="Layer of its rows, if the SAE does not name it.", show_default=False)
-]
-View = Annotated[
-    str | None,
-    typer.Option(help="View of the row: single, flat, per_stream, read or mean.", show_default=False),
-]
+Hook = Annotated[str | None, typer.Option(help="Hook of its rows, if the SAE does not name it.")]
+Layer = Annotated[int | None, typer.Option(help="Layer of its rows, if the SAE does not name it.")]
+View = Annotated[str | None, typer.Option(help="View of the row: single, flat, per_stream, read or mean.")]
 
 
 @app.command()
 @shared_options("Model")
 def train(
-    hook: Annotated[str, typer.Option(help="Hook to train on.", show_default=False)],
-    layer: Annotated[int, typer.Option(help="Layer to train on.", show_default=False)],
+    hook: Annotated[str, typer.Option(help="Hook to train on.")],
+    layer: Annotated[int, typer.Option(help="Layer to train on.")],
     out: Out,
-    store: Annotated[
-        Path | None, typer.Option(help="Directory of stored captures (a tag).", show_default=False)
-    ] = None,
-    texts: Annotated[
-        str | None, typer.Option(help=f"Texts to run instead. {DATA_HELP}", show_default=False)
-    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Directory of stored captures (a tag).")] = None,
+    texts: Annotated[str | None, typer.Option(help=f"Texts to run instead. {DATA_HELP}")] = None,
     view: Annotated[
         str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
     ] = "single",
@@ -88,36 +74,31 @@ def train(
     products: Annotated[
         str | None,
         typer.Option(
-            help="float32 or bfloat16; weights are float32. [default: bfloat16 on a GPU, else float32]",
-            show_default=False,
+            help="float32 or bfloat16; weights are float32. [default: bfloat16 on a GPU, else float32]"
         ),
     ] = None,
     accumulate: Annotated[int, typer.Option(help="Compute a batch in this many parts, to save memory.")] = 1,
     sparsity: Annotated[
-        float | None,
-        typer.Option(help="Weight of the penalty of jumprelu and gated. [default: 1]", show_default=False),
+        float | None, typer.Option(help="Weight of the penalty of jumprelu and gated. [default: 1]")
     ] = None,
     prefix: Annotated[
         list[int] | None,
         typer.Option(
             help="Features of a prefix of a matryoshka SAE; repeatable, ascending, the last is --features. "
-            "[default: 1/16, 1/8, 1/4, 1/2 and all of them]",
-            show_default=False,
+            "[default: 1/16, 1/8, 1/4, 1/2 and all of them]"
         ),
     ] = None,
     share: Annotated[
         float | None,
         typer.Option(
-            help="With --live on a GPU: share of its free memory for training; the model gets the rest.",
-            show_default=False,
+            help="With --live on a GPU: share of its free memory for training; the model gets the rest."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same SAE.")] = 0,
     rows: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that keeps the rows of --texts, so that they are computed once. [default: OUT/rows]",
-            show_default=False,
+            help="Directory that keeps the rows of --texts, so that they are computed once. [default: OUT/rows]"
         ),
     ] = None,
     live: Annotated[
@@ -236,7 +217,7 @@ def evaluate(
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.")] = None,
     most_tokens: Annotated[int, typer.Option(help="Truncate texts to this many tokens.")] = 512,
     json: Json = False,
     **options: Any,
@@ -271,14 +252,12 @@ def evaluate(
 def features_of(
     directory: Directory,
     texts: Texts,
-    feature: Annotated[
-        list[int] | None, typer.Option(help="Only this feature; repeatable.", show_default=False)
-    ] = None,
+    feature: Annotated[list[int] | None, typer.Option(help="Only this feature; repeatable.")] = None,
     contexts: Annotated[int, typer.Option(help="Top contexts per feature.")] = 8,
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Write features.json to DIRECTORY.")] = False,
     json: Json = False,
     **options: Any,
@@ -316,14 +295,13 @@ def features_of(
 @shared_options("Model")
 def active(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="The text to read.", show_default=False)],
+    text: Annotated[str, typer.Argument(help="The text to read.")],
     k: Annotated[int, typer.Option(help="Features shown per token.")] = 3,
     order: Annotated[
         Literal["specific", "strength"] | None,
         typer.Option(
             help="specific (activation times -log of how often the feature is active) or strength; specific by default "
-            "if the SAE is described.",
-            show_default=False,
+            "if the SAE is described."
         ),
     ] = None,
     json: Json = False,
@@ -347,16 +325,12 @@ def active(
 def read(
     directory: Directory,
     store: Annotated[
-        Path,
-        typer.Option(
-            help="Harvest of its hook and layer: the --out of capture, or a tag.", show_default=False
-        ),
+        Path, typer.Option(help="Harvest of its hook and layer: the --out of capture, or a tag.")
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory to write features.parquet to. [default: DIRECTORY, where the page reads it]",
-            show_default=False,
+            help="Directory to write features.parquet to. [default: DIRECTORY, where the page reads it]"
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Model whose tokenizer reads the tokens.")] = "nano",
@@ -370,7 +344,7 @@ def read(
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.")] = None,
     json: Json = False,
 ) -> None:
     """Describe features from stored rows in one pass: top activations, density, co-firing, labels."""
@@ -426,7 +400,7 @@ app.command()(crosscoder)
 @app.command()
 def search(
     directory: Directory,
-    words: Annotated[list[str], typer.Argument(help="Words to search for.", show_default=False)],
+    words: Annotated[list[str], typer.Argument(help="Words to search for.")],
     limit: Annotated[int, typer.Option(help="Show at most this many features.")] = 20,
     json: Json = False,
 ) -> None:
@@ -446,7 +420,7 @@ def search(
 @app.command()
 def show(
     directory: Directory,
-    feature: Annotated[int, typer.Argument(help="Number of the feature.", show_default=False)],
+    feature: Annotated[int, typer.Argument(help="Number of the feature.")],
     json: Json = False,
 ) -> None:
     """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""

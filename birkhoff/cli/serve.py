@@ -19,9 +19,7 @@ def serve(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="Model to serve, as for --model: a path, or org/name in the hub cache.",
-            show_default=False,
+            metavar="[MODEL]", help="Model to serve, as for --model: a path, or org/name in the hub cache."
         ),
     ] = None,
     max_requests: Annotated[

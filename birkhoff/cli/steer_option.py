@@ -33,7 +33,6 @@ Steer = Annotated[
         "The name is a module or a vector file.",
         metavar="LINE",
         autocompletion=_complete_steer,
-        show_default=False,
     ),
 ]
 

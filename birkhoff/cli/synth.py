@@ -14,13 +14,9 @@ from birkhoff.cli.terminal import print_status, progress_bar
 
 
 def synth(
-    out: Annotated[
-        Path, typer.Argument(help="Directory to write; it must not contain a checkpoint.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Argument(help="Directory to write; it must not contain a checkpoint.")],
     like: Annotated[str, typer.Option(help="Size: flash, pro, nano or tiny.")] = "tiny",
-    layers: Annotated[
-        int | None, typer.Option(help="Number of layers; default: all.", show_default=False)
-    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same bytes.")] = 0,
     dense: Annotated[str, typer.Option(help="Format of dense matrices: fp8, bf16 or f32.")] = "fp8",
     experts: Annotated[str, typer.Option(help="Format of routed experts: fp4, fp8, bf16 or f32.")] = "fp4",

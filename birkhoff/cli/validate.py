@@ -18,54 +18,40 @@ if TYPE_CHECKING:
 
 
 def validate(
-    a: Annotated[
-        str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)
-    ],
-    b: Annotated[str | None, typer.Argument(help="Checkpoint to compare with.", show_default=False)] = None,
+    a: Annotated[str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.")],
+    b: Annotated[str | None, typer.Argument(help="Checkpoint to compare with.")] = None,
     oracle: Annotated[
-        str | None,
-        typer.Option(help="transformers: compare with A's weights run by transformers.", show_default=False),
+        str | None, typer.Option(help="transformers: compare with A's weights run by transformers.")
     ] = None,
-    goldens: Annotated[
-        Path | None, typer.Option(help="Directory of golden values to compare with.", show_default=False)
-    ] = None,
+    goldens: Annotated[Path | None, typer.Option(help="Directory of golden values to compare with.")] = None,
     save_goldens: Annotated[
-        Path | None,
-        typer.Option(help="Write the values A computes as goldens to this directory.", show_default=False),
+        Path | None, typer.Option(help="Write the values A computes as goldens to this directory.")
     ] = None,
     goldens_form: Annotated[
         str, typer.Option(help="Form of saved goldens: safetensors, or npy with one file for each array.")
     ] = "safetensors",
     official: Annotated[
-        Path | None,
-        typer.Option(
-            help="official.vec file; its prompts are read from the same directory.", show_default=False
-        ),
+        Path | None, typer.Option(help="official.vec file; its prompts are read from the same directory.")
     ] = None,
     answers: Annotated[
         int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
     ] = 0,
-    tokens: Annotated[
-        Path | None, typer.Option(help="JSON file with the list of token ids to run.", show_default=False)
-    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON file with the list of token ids to run.")] = None,
     length: Annotated[int, typer.Option(help="Number of random tokens, without --tokens.")] = 192,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
     dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
-    against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.", show_default=False)] = None,
+    against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.")] = None,
     numerics: Annotated[str, typer.Option(help="plain or released.")] = "plain",
     gate: Annotated[
         str | None,
         typer.Option(
-            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the formats.",
-            show_default=False,
+            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the formats."
         ),
     ] = None,
     explain: Annotated[
         bool, typer.Option(help="On a difference, test for known implementation errors.")
     ] = True,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the report as an HTML page.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Compare a checkpoint site by site with another, with transformers, or with goldens."""

@@ -40,16 +40,11 @@ def contrast(
         str, typer.Option(help="Method: mean_diff, or pca of the pair differences.")
     ] = "mean_diff",
     tokens: Annotated[str, typer.Option(help="Row of a text: mean over its tokens, or last.")] = "mean",
-    streams: Annotated[
-        str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)
-    ] = None,
+    streams: Annotated[str | None, typer.Option(help="Keep only these streams: 0,2.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Vector file to write; without it only the table is shown.", show_default=False),
+        Path | None, typer.Option(help="Vector file to write; without it only the table is shown.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also write the table as SVG.", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write the table as SVG.")] = None,
     note: Annotated[str, typer.Option(help="Note stored in the file.")] = "",
     experts: Annotated[
         bool,
@@ -59,10 +54,7 @@ def contrast(
     ] = False,
     requests: Annotated[
         str | None,
-        typer.Option(
-            help="With --experts: prompts to generate answers for, to search for the best edit.",
-            show_default=False,
-        ),
+        typer.Option(help="With --experts: prompts to generate answers for, to search for the best edit."),
     ] = None,
     up: Annotated[
         str, typer.Option(help="With --requests: words of the positive side, joined by commas.")
@@ -186,9 +178,7 @@ def _contrast_experts(
 def search(
     positive: Texts,
     negative: Texts,
-    requests: Annotated[
-        str, typer.Option(help="Prompts to generate answers for, one per line.", show_default=False)
-    ],
+    requests: Annotated[str, typer.Option(help="Prompts to generate answers for, one per line.")],
     up: Annotated[str, typer.Option(help="Words that indicate the positive side, joined by commas.")] = "",
     down: Annotated[str, typer.Option(help="Words that indicate the negative side.")] = "",
     hooks: Annotated[str, typer.Option(help="Hooks to try, joined by commas.")] = "mhc_streams_pre_attn",
@@ -202,9 +192,7 @@ def search(
     loss_bound: Annotated[
         float, typer.Option(help="Largest allowed loss increase of steered text, in nats per token.")
     ] = 1.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Vector file to write the best vector to.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Vector file to write the best vector to.")] = None,
     json: Json = False,
     **options: Any,
 ) -> None:
@@ -283,8 +271,7 @@ def search(
 @app.command(name="list")
 def list_vectors(
     folder: Annotated[
-        Path | None,
-        typer.Argument(help="Directory; default: the vectors shipped with nano.", show_default=False),
+        Path | None, typer.Argument(help="Directory; default: the vectors shipped with nano.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -310,9 +297,7 @@ def list_vectors(
 
 @app.command()
 def show(
-    file: Annotated[
-        str, typer.Argument(help="A vector file, or a vector that ships with nano.", show_default=False)
-    ],
+    file: Annotated[str, typer.Argument(help="A vector file, or a vector that ships with nano.")],
     json: Json = False,
 ) -> None:
     """Show the metadata of a vector file."""
@@ -328,26 +313,15 @@ def show(
 
 @app.command(name="import")
 def import_file(
-    file: Annotated[
-        Path, typer.Argument(help=".safetensors, .json, .gguf, .f32 or .pt.", show_default=False)
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(help="Vector file to write, or a directory if FILE holds several.", show_default=False),
-    ],
-    op: Annotated[
-        str | None, typer.Option(help="Operation: add, project or clamp.", show_default=False)
-    ] = None,
-    hook: Annotated[str | None, typer.Option(help="Hook it applies to.", show_default=False)] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer of a single tensor.", show_default=False)] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Width of a row (.f32 files).", show_default=False)
-    ] = None,
-    streams: Annotated[
-        str | None, typer.Option(help="Streams it covers: flat, all, or 0,2.", show_default=False)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model it was made for.", show_default=False)] = None,
-    note: Annotated[str | None, typer.Option(help="Note stored in the file.", show_default=False)] = None,
+    file: Annotated[Path, typer.Argument(help=".safetensors, .json, .gguf, .f32 or .pt.")],
+    out: Annotated[Path, typer.Option(help="Vector file to write, or a directory if FILE holds several.")],
+    op: Annotated[str | None, typer.Option(help="Operation: add, project or clamp.")] = None,
+    hook: Annotated[str | None, typer.Option(help="Hook it applies to.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Layer of a single tensor.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of a row (.f32 files).")] = None,
+    streams: Annotated[str | None, typer.Option(help="Streams it covers: flat, all, or 0,2.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model it was made for.")] = None,
+    note: Annotated[str | None, typer.Option(help="Note stored in the file.")] = None,
     json: Json = False,
 ) -> None:
     """Convert a vector of another tool to a vector file; options supply metadata the source lacks."""

@@ -92,7 +92,6 @@ def common(
         typer.Option(
             envvar="BIRKHOFF_CONFIG",
             help="TOML file with defaults for options; may also stand behind the verb.",
-            show_default=False,
         ),
     ] = None,
     version: Annotated[

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.analysis.steering_effect import measure_effect, score_answers
-from birkhoff.analysis.vector_search import Trial, best_trial, scaled_vector
+from birkhoff.analysis.steering_effect import best_trial, measure_effect, score_answers
+from birkhoff.analysis.vector_search import Trial, scaled_vector
 from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, paragraphs, sets
 from training.search import LENGTH, read_searches, rows_of, trials_of

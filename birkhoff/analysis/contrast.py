@@ -7,7 +7,7 @@ how well every layer and stream separates the two sets on texts that were not us
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from birkhoff.analysis.activations_store import iter_captures
 from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.site_names import from_tool, has_streams, select
+from birkhoff.hooks.site_names import Address, from_tool, has_streams, select
 from birkhoff.steering.extract import METHODS, Separation, direction, separate
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_file import SteeringVector
@@ -95,20 +95,33 @@ def contrast_rows(
     hooks: dict[str, list[int]] = {}
     for name, layer in sites.values():
         hooks.setdefault(name, []).append(layer)
+    capture = Capture(hooks, reduce=tokens)
+    both = (
+        text_rows(engine, texts, capture, sites, lambda rows: rows[0].float())
+        for texts in (positive, negative)
+    )
+    return ContrastRows(hook, *both)
 
-    def captures(texts: Sequence[Any]) -> Iterator[tuple[list[int], Capture]]:
+
+def text_rows(
+    engine: Engine,
+    texts: Sequence[Any],
+    capture: Capture,
+    sites: Mapping[int, Address],
+    row_of: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Run texts; for every layer of `sites` one row per text, [texts, ...], made of the captured rows of its tokens."""
+
+    def captures() -> Iterator[tuple[list[int], Capture]]:
         for text in texts:
             ids, first = token_span(engine, text)
-            yield ids, Capture(hooks, positions={"prompt": {"window": [first, None]}}, reduce=tokens)
+            yield ids, capture.replace(positions={"prompt": {"window": [first, None]}})
 
-    def rows(texts: Sequence[Any]) -> dict[int, torch.Tensor]:
-        by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in selected}
-        for acts in iter_captures(engine, captures(texts)):
-            for layer in selected:
-                by_layer[layer].append(acts[sites[layer]].tensor[0].float())
-        return {layer: torch.stack(text_rows) for layer, text_rows in by_layer.items()}
-
-    return ContrastRows(hook, rows(positive), rows(negative))
+    by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in sites}
+    for acts in iter_captures(engine, captures()):
+        for layer, site in sites.items():
+            by_layer[layer].append(row_of(acts[site].tensor))
+    return {layer: torch.stack(rows) for layer, rows in by_layer.items()}
 
 
 def contrast(

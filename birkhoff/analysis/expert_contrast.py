@@ -8,15 +8,15 @@ tries sites: the same prompts with the same seeds, scored against unsteered answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from birkhoff.analysis.activations_store import iter_captures
-from birkhoff.analysis.contrast import check_texts, token_span
-from birkhoff.analysis.steering_effect import ScoredAnswer, ScoreFunction, compare_answers, score_answers
+from birkhoff.analysis.contrast import check_texts, text_rows
+from birkhoff.analysis.steering_effect import Condition, ScoredAnswer, ScoreFunction, run_trials
 from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
@@ -100,24 +100,17 @@ def contrast_experts(
     check_texts(positive, negative)
     if "moe_topk" not in engine.schema or "experts" not in engine.schema["moe_topk"].edits:
         raise SteeringError("this model has no router that can be edited: experts need DeepSeek-V4.")
-    chosen = list(parse_layers(layers).expand(engine.config.num_hidden_layers))
+    chosen = parse_layers(layers).expand(engine.config.num_hidden_layers)
     experts = engine.schema["moe_router_logits"].width
     topk = engine.schema["moe_topk"].logical_shape[0]
 
-    def captures(texts: Sequence[Any]) -> Iterator[tuple[list[int], Capture]]:
-        for text in texts:
-            ids, first = token_span(engine, text)
-            yield ids, Capture({"moe_topk": chosen}, positions={"prompt": {"window": [first, None]}})
+    def shares(rows: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(rows[..., 0].long().flatten(), minlength=experts) / len(rows)
 
-    def shares(texts: Sequence[Any]) -> dict[int, torch.Tensor]:
-        by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in chosen}
-        for acts in iter_captures(engine, captures(texts)):
-            for layer in chosen:
-                ids = acts["moe_topk", layer].tensor[..., 0].long()
-                by_layer[layer].append(torch.bincount(ids.flatten(), minlength=experts) / len(ids))
-        return {layer: torch.stack(rows) for layer, rows in by_layer.items()}
-
-    return ExpertContrast(shares(positive), shares(negative), topk)
+    capture = Capture({"moe_topk": list(chosen)})
+    sites = {layer: ("moe_topk", layer) for layer in chosen}
+    ours, theirs = (text_rows(engine, texts, capture, sites, shares) for texts in (positive, negative))
+    return ExpertContrast(ours, theirs, topk)
 
 
 @dataclass(frozen=True)
@@ -158,33 +151,16 @@ def search_experts(
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
         raise OptionError(f"ways has {quoted(unknown[0])}, expected {', '.join(WAYS)}.")
-    plain = plain or score_answers(engine, requests, seeds, measure, **sampling)
-    baseline = compare_answers("baseline", plain, plain)
-    trials: list[ExpertTrial] = []
-    for count in counts:
-        for way in ways:
-            for strength in strengths if way == "add" else (1.0,):
-                edits = contrast.edits(count, way, strength)
-                answers = score_answers(engine, requests, seeds, measure, edits, **sampling)
-                steered = compare_answers("steered", answers, plain)
-                trial = ExpertTrial(
-                    count,
-                    way,
-                    strength,
-                    steered.score,
-                    steered.moved,
-                    steered.fell,
-                    steered.loss,
-                    steered.score - baseline.score,
-                    steered.loss - baseline.loss,
-                )
-                trials.append(trial)
-                if progress is not None:
-                    progress(trial)
-    return trials
+
+    tried = (
+        (contrast.edits(count, way, strength), partial(_trial, (count, way, strength)))
+        for count in counts
+        for way in ways
+        for strength in (strengths if way == "add" else (1.0,))
+    )
+    return run_trials(engine, tried, requests, measure, seeds, plain, progress, **sampling)
 
 
-def best_expert_trial(trials: Sequence[ExpertTrial], loss_bound: float) -> ExpertTrial | None:
-    """The trial with the largest effect whose loss increase is at most `loss_bound`; None if none raised the score."""
-    allowed = [trial for trial in trials if trial.loss_gained <= loss_bound and trial.gained > 0]
-    return max(allowed, key=lambda trial: (trial.moved, trial.gained), default=None)
+def _trial(choice: tuple[int, Way, float], steered: Condition, baseline: Condition) -> ExpertTrial:
+    effect = (steered.score, steered.moved, steered.fell, steered.loss)
+    return ExpertTrial(*choice, *effect, steered.score - baseline.score, steered.loss - baseline.loss)

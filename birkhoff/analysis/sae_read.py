@@ -10,7 +10,6 @@ texts.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
@@ -89,7 +88,7 @@ def read_features(
             "this dictionary does not say where its rows come from. Load it with hook= and layer=."
         )
     start = time.monotonic()
-    on_device = _moved(sae, device)
+    on_device = sae.to(device)
     directory, hook = tag_directory(run), captured_hook(sae.hook, sae.view)
     token_text = functools.cache(lambda token: decode([token]))
     with RequestReader(directory, hook, sae.layer, open_files=1) as reader:
@@ -162,11 +161,3 @@ def _check_width(sae: Sae, rows: torch.Tensor) -> None:
             f"the stored rows of {sae.hook}[{sae.layer}] are {rows.shape[1]} wide in the view {sae.view!r}, and the "
             f"dictionary encodes rows of {sae.d_model}. Harvest the site that it was trained on."
         )
-
-
-def _moved(sae: Sae, device: torch.device | str) -> Sae:
-    """The dictionary with its encoder on the device, so that it is not copied for every text."""
-    moved = copy.copy(sae)
-    moved.encoder, moved.encoder_bias = sae.encoder.to(device), sae.encoder_bias.to(device)
-    moved.activation = sae.activation.to(torch.device(device))
-    return moved

@@ -8,10 +8,10 @@ the unsteered model in nats per token; it rises when steering damages the langua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -91,6 +91,51 @@ def compare_answers(name: str, steered: Sequence[ScoredAnswer], plain: Sequence[
     fell = fmean(a.score < b.score for a, b in pairs)
     losses = [a.loss for a in steered if not math.isnan(a.loss)]
     return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(losses))
+
+
+class _Trial(Protocol):
+    @property
+    def moved(self) -> float: ...
+
+    @property
+    def gained(self) -> float: ...
+
+    @property
+    def loss_gained(self) -> float: ...
+
+
+T = TypeVar("T", bound=_Trial)
+
+
+def run_trials(
+    engine: Engine,
+    candidates: Iterable[tuple[Any, Callable[[Condition, Condition], T]]],
+    requests: Sequence[str],
+    measure: ScoreFunction,
+    seeds: int,
+    plain: Sequence[ScoredAnswer] | None,
+    progress: Callable[[T], None] | None,
+    **sampling: Any,
+) -> list[T]:
+    """Answer the requests with the edits of every candidate, the same prompts with the same seeds. A candidate also
+    makes its trial of its condition and that of unsteered answers, which are `plain` or computed."""
+    plain = plain or score_answers(engine, requests, seeds, measure, **sampling)
+    baseline = compare_answers("baseline", plain, plain)
+    trials: list[T] = []
+    for edits, make in candidates:
+        answers = score_answers(engine, requests, seeds, measure, edits, **sampling)
+        trials.append(make(compare_answers("steered", answers, plain), baseline))
+        if progress is not None:
+            progress(trials[-1])
+    return trials
+
+
+def best_trial(trials: Sequence[T], loss_bound: float) -> T | None:
+    """The trial with the largest effect whose loss increase is at most `loss_bound`.
+
+    None if there is none, or if none of them raised the score: the best of vectors that do nothing is not a result."""
+    allowed = [trial for trial in trials if trial.loss_gained <= loss_bound and trial.gained > 0]
+    return max(allowed, key=lambda trial: (trial.moved, trial.gained), default=None)
 
 
 def random_like(vector: SteeringVector) -> SteeringVector:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from birkhoff.analysis.contrast import ContrastRows, vector_of
-from birkhoff.analysis.steering_effect import ScoredAnswer, ScoreFunction, compare_answers, score_answers
+from birkhoff.analysis.steering_effect import Condition, ScoredAnswer, ScoreFunction, run_trials
 from birkhoff.errors import OptionError
 from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_edits import Add
@@ -94,36 +95,19 @@ def search_vectors(
     """Run every candidate of every hook at every strength; `plain` are unsteered answers, computed if omitted."""
     if not contrasts or not requests or seeds < 1 or not strengths:
         raise OptionError("a search needs hooks, requests, seeds and strengths: at least one of each.")
-    plain = plain or score_answers(engine, requests, seeds, measure, **sampling)
-    baseline = compare_answers("baseline", plain, plain)
-    trials: list[Trial] = []
-    for hook, rows in contrasts.items():
-        selected = rows.layers if layers is None else [layer for layer in layers if layer in rows.layers]
-        for layer, streams in candidates(rows, selected, each_stream):
-            for strength in strengths:
-                vector = scaled_vector(engine, rows, layer, streams, strength, how)
-                answers = score_answers(engine, requests, seeds, measure, [Add(vector)], **sampling)
-                steered = compare_answers("steered", answers, plain)
-                trial = Trial(
-                    hook,
-                    layer,
-                    streams,
-                    strength,
-                    steered.score,
-                    steered.moved,
-                    steered.loss,
-                    steered.score - baseline.score,
-                    steered.loss - baseline.loss,
-                )
-                trials.append(trial)
-                if progress is not None:
-                    progress(trial)
-    return trials
+
+    def tried() -> Iterator[tuple[list[Add], Callable[[Condition, Condition], Trial]]]:
+        for hook, rows in contrasts.items():
+            selected = rows.layers if layers is None else [layer for layer in layers if layer in rows.layers]
+            for layer, streams in candidates(rows, selected, each_stream):
+                for strength in strengths:
+                    site = (hook, layer, streams, strength)
+                    edits = [Add(scaled_vector(engine, rows, layer, streams, strength, how))]
+                    yield edits, partial(_trial, site)
+
+    return run_trials(engine, tried(), requests, measure, seeds, plain, progress, **sampling)
 
 
-def best_trial(trials: Sequence[Trial], loss_bound: float) -> Trial | None:
-    """Return the trial with the largest effect whose loss increase is at most `loss_bound`.
-
-    None if there is none, or if none of them raised the score: the best of vectors that do nothing is not a result."""
-    allowed = [trial for trial in trials if trial.loss_gained <= loss_bound and trial.gained > 0]
-    return max(allowed, key=lambda trial: (trial.moved, trial.gained), default=None)
+def _trial(site: tuple[str, int, Streams, float], steered: Condition, baseline: Condition) -> Trial:
+    gained, loss_gained = steered.score - baseline.score, steered.loss - baseline.loss
+    return Trial(*site, steered.score, steered.moved, steered.loss, gained, loss_gained)

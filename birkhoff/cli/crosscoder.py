@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from birkhoff.cli.export import parse_site
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import print_status, progress_bar
+
+if TYPE_CHECKING:
+    from birkhoff.sae.train import StepReport
+
+
+@contextmanager
+def training_progress(steps: int) -> Iterator[Callable[[StepReport], None]]:
+    """A progress bar of training steps, and ten lines of how it goes."""
+    with progress_bar("training", "steps") as advance:
+
+        def report_step(report: StepReport) -> None:
+            advance(report.step, steps)
+            if report.step % max(1, steps // 10) == 0:
+                print_status(
+                    f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
+                )
+
+        yield report_step
 
 
 def crosscoder(
@@ -41,7 +61,7 @@ def crosscoder(
 ) -> None:
     """Train a crosscoder on several sites of a harvest or, with --output, a transcoder."""
     from birkhoff.analysis.crosscoder_train import SiteRowSource, train_crosscoder
-    from birkhoff.sae.train import StepReport, TrainOptions
+    from birkhoff.sae.train import TrainOptions
 
     options = TrainOptions(features, k=k, kind=kind, steps=steps, rate=rate, seed=seed)
     source = SiteRowSource(
@@ -52,15 +72,7 @@ def crosscoder(
         batch_rows=batch_rows,
         seed=seed,
     )
-    with progress_bar("training", "steps") as advance:
-
-        def report_step(report: StepReport) -> None:
-            advance(report.step, steps)
-            if report.step % max(1, steps // 10) == 0:
-                print_status(
-                    f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
-                )
-
+    with training_progress(steps) as report_step:
         result = train_crosscoder(source, options, out, device=device, half=half, progress=report_step)
     explained = ", ".join(
         f"{name} {share:.1%}" for name, share in result.quality["explained_variance"].items()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.cli.crosscoder import crosscoder
+from birkhoff.cli.crosscoder import crosscoder, training_progress
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
 from birkhoff.cli.report import read_tokenizer
@@ -117,7 +117,7 @@ def train(
     load_options, _ = split_options(options)
     from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows, kept_rows
     from birkhoff.analysis.sae_train import check_share, share_device, train_sae
-    from birkhoff.sae.train import StepReport, TrainOptions
+    from birkhoff.sae.train import TrainOptions
 
     device = _training_device(load_options.get("device"), texts is not None)
     if share is not None and (not live or device != "cuda"):
@@ -140,15 +140,7 @@ def train(
     )
 
     def run(source: RowSource) -> None:
-        with progress_bar("training", "steps") as advance:
-
-            def report_step(report: StepReport) -> None:
-                advance(report.step, steps)
-                if report.step % max(1, steps // 10) == 0:
-                    print_status(
-                        f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
-                    )
-
+        with training_progress(steps) as report_step:
             result = train_sae(source, train_options, out, progress=report_step, device=device)
         quality = result.quality
         print_status(

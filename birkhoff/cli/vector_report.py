@@ -22,18 +22,21 @@ LEFT = 90
 TOP = 50
 
 
+def _table(title: str, columns: str) -> Table:
+    """An empty table; columns of text are aligned left, and "*" is the unnamed one of a mark."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for name in columns.split(","):
+        left = name in ("*", "site", "way")
+        table.add_column(name.strip("*"), justify="left" if left else "right")
+    return table
+
+
 def separation_table(separations: Sequence[Separation]) -> Table:
     """One row per layer: d' and AUC of the whole row, then of each stream; the best d' is marked."""
     streams = sorted({entry.stream for entry in separations if entry.stream is not None})
     best = max((entry.d_prime for entry in separations), default=0.0)
-    table = Table(
-        title=f"{separations[0].hook}: d' (AUC), on texts left out",
-        title_justify="left",
-        box=None,
-        padding=(0, 1),
-    )
-    for name in ("layer", "whole row", *(f"stream {stream}" for stream in streams), "size"):
-        table.add_column(name, justify="right")
+    columns = ("layer", "whole row", *(f"stream {stream}" for stream in streams), "size")
+    table = _table(f"{separations[0].hook}: d' (AUC), on texts left out", ",".join(columns))
     for layer in sorted({entry.layer for entry in separations}):
         entries = {entry.stream: entry for entry in separations if entry.layer == layer}
         cells = [_cell(entries[stream], best) for stream in (None, *streams)]
@@ -51,9 +54,7 @@ def _cell(entry: Separation, best: float) -> Text:
 
 def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
     """One row per trial: share of answers moved, change of the measure, change of the loss."""
-    table = Table(title="what each vector does to answers", title_justify="left", box=None, padding=(0, 1))
-    for name in ("", "site", "streams", "strength", "moved", "measure", "loss"):
-        table.add_column(name, justify="left" if name in ("", "site") else "right")
+    table = _table("what each vector does to answers", "*,site,streams,strength,moved,measure,loss")
     for trial in trials:
         streams = "all" if trial.streams is None else ",".join(map(str, trial.streams))
         table.add_row(
@@ -70,9 +71,7 @@ def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
 
 def expert_table(separations: Sequence[ExpertSeparation]) -> Table:
     """Experts by d': the share of tokens that get each one in the positive and in the negative texts."""
-    table = Table(title="experts that separate the texts", title_justify="left", box=None, padding=(0, 1))
-    for name in ("layer", "expert", "positive", "negative", "d'", "AUC"):
-        table.add_column(name, justify="right")
+    table = _table("experts that separate the texts", "layer,expert,positive,negative,d',AUC")
     for entry in separations:
         shares = (f"{entry.positive:.1%}", f"{entry.negative:.1%}")
         table.add_row(
@@ -83,9 +82,7 @@ def expert_table(separations: Sequence[ExpertSeparation]) -> Table:
 
 def expert_trials_table(trials: Sequence[ExpertTrial], best: ExpertTrial | None) -> Table:
     """One row per trial: experts of each side, way, strength, and the effect on answers."""
-    table = Table(title="what each edit does to answers", title_justify="left", box=None, padding=(0, 1))
-    for name in ("", "experts", "way", "strength", "moved", "fell", "measure", "loss"):
-        table.add_column(name, justify="left" if name in ("", "way") else "right")
+    table = _table("what each edit does to answers", "*,experts,way,strength,moved,fell,measure,loss")
     for trial in trials:
         table.add_row(
             "*" if trial is best else "",

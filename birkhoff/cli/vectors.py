@@ -126,12 +126,8 @@ def _contrast_experts(
     json: bool,
     load_options: Any,
 ) -> None:
-    from birkhoff.analysis.expert_contrast import (
-        ExpertTrial,
-        best_expert_trial,
-        contrast_experts,
-        search_experts,
-    )
+    from birkhoff.analysis.expert_contrast import ExpertTrial, contrast_experts, search_experts
+    from birkhoff.analysis.steering_effect import best_trial
     from birkhoff.cli.vector_report import expert_table, expert_trials_table
     from birkhoff.steering.steering_fields import intervention
     from birkhoff.steering.word_probe import WordProbe
@@ -150,7 +146,7 @@ def _contrast_experts(
                 engine, contrast, prompts, probe.score, 2, EXPERT_COUNTS, EXPERT_STRENGTHS, max_tokens=40
             )
     separations = contrast.separation()
-    best = best_expert_trial(trials, 1.0)
+    best = best_trial(trials, 1.0)
     edits = contrast.edits(best.count, best.way, best.strength) if best else contrast.edits(4, "add", 0.3)
     entries = [intervention(edit) for edit in edits]
     _print_table(expert_table(separations[:16]))
@@ -203,7 +199,8 @@ def search(
     """
     load_options, _ = split_options(options)
     from birkhoff.analysis.contrast import contrast_rows
-    from birkhoff.analysis.vector_search import best_trial, count_trials, scaled_vector, search_vectors
+    from birkhoff.analysis.steering_effect import best_trial
+    from birkhoff.analysis.vector_search import count_trials, scaled_vector, search_vectors
     from birkhoff.cli.vector_report import trials_table
     from birkhoff.steering.word_probe import WordProbe
 

@@ -74,13 +74,10 @@ class JumpRelu(_PerFeature):
 
 
 @dataclass(frozen=True, eq=False)
-class BatchTopK(_PerFeature):
-    threshold: torch.Tensor  # [F], all equal unless decoder norms were folded in
+class BatchTopK(JumpRelu):
+    """Its thresholds are all equal unless decoder norms were folded in."""
 
     name: ClassVar[str] = "batchtopk"
-
-    def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.where(z <= self.threshold, 0.0, z)
 
 
 @dataclass(frozen=True, eq=False)

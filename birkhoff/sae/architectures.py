@@ -17,6 +17,7 @@ scaled rows, whose squares sum to their width on average, so that defaults do no
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 SCAN = 1 << 29  # numbers that are searched at a time: PyTorch's index of a GPU tensor has 31 bits
 SAMPLE_VALUES = 1 << 22  # pre-activations that determine the first level
 Tensors = Mapping[str, torch.Tensor]
-ValueGradients = Callable[
-    [torch.Tensor], torch.Tensor
-]  # from values of pairs to the gradients of these values
+Scalars = MutableMapping[str, float]  # what persists from step to step besides tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +48,21 @@ class Code:
 
 @dataclass(frozen=True, eq=False)
 class BatchLoss:
-    """How losses of some rows of a batch are weighed: they are means over the `total_rows` of the batch, and times
-    `width` where they do not grow with it. `value_gradients` computes the gradients of the reconstruction's loss by the
-    values of the pairs, for other values of the same pairs."""
+    """Some rows of a batch and how their losses are weighed: they are means over the `total_rows` of the batch, and
+    times `width` where they do not grow with it. `by_value` is the gradient of the reconstruction's loss by the values
+    of the code; `value_gradients` computes it for other values of the same pairs."""
 
+    code: Code
+    by_value: torch.Tensor
+    weights: Tensors
+    scalars: Scalars
     rows: int
     total_rows: int
     width: int
     value_gradients: Callable[[torch.Tensor], torch.Tensor]
 
 
-class DictionaryKind:
+class DictionaryKind(ABC):
     """One kind of dictionary. `scalars` are numbers that persist from step to step and are part of a checkpoint."""
 
     name: ClassVar[str]
@@ -74,40 +77,32 @@ class DictionaryKind:
         """Numbers of features that have to reconstruct a row by themselves; the last is all of them."""
         return (self.options.features,)
 
-    def start(self, weights: Tensors, z: torch.Tensor, scalars: MutableMapping[str, float]) -> Tensors:
+    def start(self, weights: Tensors, z: torch.Tensor, scalars: Scalars) -> Tensors:
         """Parameters at the start, by name, given pre-activations z [n, F] of a few rows."""
         return {}
 
-    def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
+    @abstractmethod
+    def choose(self, z: torch.Tensor, weights: Tensors, scalars: Scalars) -> Code:
         """The pairs of a batch with pre-activations z [n, F]."""
-        raise NotImplementedError
 
-    def gradients(
-        self,
-        code: Code,
-        by_value: torch.Tensor,
-        weights: Tensors,
-        scalars: MutableMapping[str, float],
-        loss: BatchLoss,
-    ) -> dict[str, torch.Tensor]:
+    def gradients(self, batch: BatchLoss) -> dict[str, torch.Tensor]:
         """For each pair, its part in the gradient of the encoder row (as a factor of the input row), of the encoder
-        bias, and of the parameters, by name. `by_value` is the gradient of the reconstruction's loss by the values of
-        the code."""
-        kept = torch.where(code.values > 0, by_value, 0.0)
+        bias, and of the parameters, by name."""
+        kept = torch.where(batch.code.values > 0, batch.by_value, 0.0)
         return {"encoder": kept, "encoder_bias": kept}
 
-    def adjust(self, l0: float, scalars: MutableMapping[str, float]) -> None:
+    def adjust(self, l0: float, scalars: Scalars) -> None:  # noqa: B027  most kinds have nothing to adjust
         """Called after every batch with the number of features per row."""
 
+    @abstractmethod
     def export(self, weights: Tensors, level: float, unit: float) -> dict[str, Any]:
         """Arguments of `Sae`. `level` keeps k features per row on average; features are divided by `unit`."""
-        raise NotImplementedError
 
 
 class TrainTopK(DictionaryKind):
     name = "topk"
 
-    def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
+    def choose(self, z: torch.Tensor, weights: Tensors, scalars: Scalars) -> Code:
         k = self.options.k
         values, features = z.topk(k, dim=1, sorted=False)
         rows = torch.arange(len(z), device=z.device).repeat_interleave(k)
@@ -121,11 +116,11 @@ class TrainTopK(DictionaryKind):
 class TrainBatchTopK(DictionaryKind):
     name = "batchtopk"
 
-    def start(self, weights: Tensors, z: torch.Tensor, scalars: MutableMapping[str, float]) -> Tensors:
+    def start(self, weights: Tensors, z: torch.Tensor, scalars: Scalars) -> Tensors:
         scalars["level"] = start_level(z, self.options.k)
         return {}
 
-    def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
+    def choose(self, z: torch.Tensor, weights: Tensors, scalars: Scalars) -> Code:
         code, scalars["level"] = largest_pairs(z, self.options.k * len(z), 0.9 * scalars["level"])
         return code
 
@@ -152,32 +147,27 @@ class TrainJumpRelu(DictionaryKind):
     parameters = ("log_threshold",)
     bandwidth: ClassVar[float] = 0.2  # pre-activations have a standard deviation of about 1
 
-    def start(self, weights: Tensors, z: torch.Tensor, scalars: MutableMapping[str, float]) -> Tensors:
+    def start(self, weights: Tensors, z: torch.Tensor, scalars: Scalars) -> Tensors:
         level = max(start_level(z, self.options.k), self.bandwidth)
         return {"log_threshold": torch.full_like(weights["encoder_bias"], level).log_()}
 
-    def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
+    def choose(self, z: torch.Tensor, weights: Tensors, scalars: Scalars) -> Code:
         threshold = weights["log_threshold"].exp()
         rows, features = pairs_above(z, (threshold - self.bandwidth / 2).clamp_(min=0))
         values = z[rows, features].float()
         return Code(rows, features, values, torch.where(values > threshold[features], values, 0.0))
 
-    def gradients(
-        self,
-        code: Code,
-        by_value: torch.Tensor,
-        weights: Tensors,
-        scalars: MutableMapping[str, float],
-        loss: BatchLoss,
-    ) -> dict[str, torch.Tensor]:
-        threshold = weights["log_threshold"].exp()[code.features]
+    def gradients(self, batch: BatchLoss) -> dict[str, torch.Tensor]:
+        code = batch.code
+        threshold = batch.weights["log_threshold"].exp()[code.features]
         within = (code.z - threshold).abs() < self.bandwidth / 2
-        excess = (code.values > 0).sum() / (loss.rows * self.options.k) - 1
-        penalty = 2 * self.options.sparsity_weight * loss.width * excess / (self.options.k * loss.total_rows)
-        by_step = by_value * threshold + penalty  # of the step function at the threshold
+        excess = (code.values > 0).sum() / (batch.rows * self.options.k) - 1
+        penalty = (
+            2 * self.options.sparsity_weight * batch.width * excess / (self.options.k * batch.total_rows)
+        )
+        by_step = batch.by_value * threshold + penalty  # of the step function at the threshold
         by_log = torch.where(within, -by_step * threshold / self.bandwidth, 0.0)
-        kept = super().gradients(code, by_value, weights, scalars, loss)
-        return kept | {"log_threshold": by_log}
+        return super().gradients(batch) | {"log_threshold": by_log}
 
     def export(self, weights: Tensors, level: float, unit: float) -> dict[str, Any]:
         return {"activation": "jumprelu", "threshold": weights["log_threshold"].exp() / unit}
@@ -193,30 +183,24 @@ class TrainGated(DictionaryKind):
     parameters = ("log_scale", "magnitude_bias")
     gain: ClassVar[float] = 0.02  # how fast the weight of the penalty follows the number of features kept
 
-    def start(self, weights: Tensors, z: torch.Tensor, scalars: MutableMapping[str, float]) -> Tensors:
+    def start(self, weights: Tensors, z: torch.Tensor, scalars: Scalars) -> Tensors:
         bias = weights["encoder_bias"]
         scalars["penalty"] = 1.0
         level = max(start_level(z, self.options.k), 0.0)
         zero = torch.zeros_like(bias)
         return {"encoder_bias": bias - level, "log_scale": zero, "magnitude_bias": zero.clone()}
 
-    def choose(self, z: torch.Tensor, weights: Tensors, scalars: MutableMapping[str, float]) -> Code:
+    def choose(self, z: torch.Tensor, weights: Tensors, scalars: Scalars) -> Code:
         rows, features = pairs_above(z, torch.zeros_like(weights["encoder_bias"]))
         values = z[rows, features].float()
         inner = (values - weights["encoder_bias"][features]) * weights["log_scale"].exp()[features]
         return Code(rows, features, values, (inner + weights["magnitude_bias"][features]).clamp_(min=0))
 
-    def gradients(
-        self,
-        code: Code,
-        by_value: torch.Tensor,
-        weights: Tensors,
-        scalars: MutableMapping[str, float],
-        loss: BatchLoss,
-    ) -> dict[str, torch.Tensor]:
-        penalty = 2 * self.options.sparsity_weight * scalars["penalty"] / loss.total_rows
-        by_gate = loss.value_gradients(code.z) + penalty
-        by_magnitude = torch.where(code.values > 0, by_value, 0.0)
+    def gradients(self, batch: BatchLoss) -> dict[str, torch.Tensor]:
+        code, weights = batch.code, batch.weights
+        penalty = 2 * self.options.sparsity_weight * batch.scalars["penalty"] / batch.total_rows
+        by_gate = batch.value_gradients(code.z) + penalty
+        by_magnitude = torch.where(code.values > 0, batch.by_value, 0.0)
         scale = weights["log_scale"].exp()[code.features]
         inner = (code.z - weights["encoder_bias"][code.features]) * scale
         return {
@@ -226,7 +210,7 @@ class TrainGated(DictionaryKind):
             "magnitude_bias": by_magnitude,
         }
 
-    def adjust(self, l0: float, scalars: MutableMapping[str, float]) -> None:
+    def adjust(self, l0: float, scalars: Scalars) -> None:
         scalars["penalty"] *= 1 + self.gain * min(l0 / self.options.k - 1, 1.0)
 
     def export(self, weights: Tensors, level: float, unit: float) -> dict[str, Any]:

@@ -145,14 +145,7 @@ class Sae:
 
     @property
     def num_bytes(self) -> int:
-        tensors = [
-            self.encoder,
-            self.encoder_bias,
-            self.decoder,
-            self.decoder_bias,
-            *self.activation.tensors().values(),
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in weight_tensors(self))
 
     def to(self, device: torch.device | str) -> Sae:
         """The same dictionary with its weights on a device, so that rows there are encoded without copying them."""
@@ -234,8 +227,7 @@ class Sae:
         if self.normalize != "none":
             fields.append(self.normalize)
         state.update(repr(fields).encode())
-        parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
-        for tensor in [*parts, *self.activation.tensors().values()]:
+        for tensor in weight_tensors(self):
             state.update(tensor.contiguous().numpy().data)
         return state.hexdigest()[:32]
 
@@ -280,6 +272,12 @@ class Sae:
     def __repr__(self) -> str:
         site = "no site" if self.hook is None else f"{self.hook}[{self.layer}]"
         return f"Sae({self.d_sae} {self.activation.name} features of {self.d_model}, {site}, {self.view})"
+
+
+def weight_tensors(weights: Any) -> list[torch.Tensor]:
+    """All tensors of an `Sae` or of a copy on a device."""
+    names = ("encoder", "encoder_bias", "decoder", "decoder_bias")
+    return [*(getattr(weights, name) for name in names), *weights.activation.tensors().values()]
 
 
 def _matrix(value: Any, name: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.gating import SiteGate
-from birkhoff.sae.activations import BatchTopK, Gated, JumpRelu
+from birkhoff.sae.activations import Gated, JumpRelu
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.registry import SaeRegistry
 from birkhoff.sae.views import View
@@ -45,7 +45,7 @@ def feature_gate(
 def _threshold(sae: Sae, row: int, above: float) -> float:
     """The pre-activation above which a feature is above `above`."""
     activation = sae.activation
-    if isinstance(activation, (JumpRelu, BatchTopK)):
+    if isinstance(activation, JumpRelu):
         return max(above, float(activation.threshold[row]))
     if isinstance(activation, Gated):
         scale, shift = float(activation.scale[row]), float(activation.shift[row])

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from birkhoff.errors import SaeFileError
 from birkhoff.sae.fold import SaeWeights
+from birkhoff.sae.load_saelens import read_tensors
 from birkhoff.small_file import check_regular
 
 MAX_INFLATION = 10
@@ -54,7 +53,7 @@ def load_gemma_scope(path: Path) -> tuple[dict[str, Any], tuple[str, int] | None
             f"{path} is a transcoder: it reads the input of an MLP and predicts its output, which is no dictionary of "
             "one site. Use one of the collections res, mlp or att."
         )
-    stored = _read_archive(path) if path.suffix == ".npz" else _read_safetensors(path)
+    stored = _read_archive(path) if path.suffix == ".npz" else read_tensors(path)
     tensors = {name.replace("w_", "W_"): tensor for name, tensor in stored.items()}
     missing = [name for name in NAMES if name not in tensors]
     if missing:
@@ -97,11 +96,3 @@ def _read_archive(path: Path) -> dict[str, torch.Tensor]:
             return {name: torch.from_numpy(archive[name]) for name in archive if name in names}
     except Exception as error:  # whatever a damaged archive provokes: BadZipFile, zlib.error, struct.error
         raise SaeFileError(f"{path} cannot be read as an archive of plain arrays ({error}).") from None
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        check_regular(path)
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

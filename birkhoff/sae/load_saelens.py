@@ -269,5 +269,5 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         check_regular(path)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

@@ -10,6 +10,7 @@ larger. `_CANONICAL` lists them, so that a name can be looked up without the net
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -123,74 +124,38 @@ _GEMMA_3 = re.compile(r"gemma-scope-2-(270m|1b|4b|12b|27b)-(pt|it)-(res|mlp|att)
 _GEMMA_3_FOLDERS = {"res": "resid_post", "mlp": "mlp_out", "att": "attn_out"}
 _GEMMA_ID = re.compile(r"(layer_(\d+)|embedding)/width_(\w+?)(?:/(canonical|average_l0_\d+))?")
 
-# L0 of the canonical dictionary by layer from 0, or of the named layers, by collection and width.
-_CANONICAL: dict[tuple[str, str], str | dict[int, int]] = {
-    (
-        "2b-pt-res",
-        "16k",
-    ): "105 102 141 59 124 68 70 69 71 73 77 80 82 84 84 78 78 77 74 73 71 70 72 75 73 116",
-    (
-        "2b-pt-res",
-        "65k",
-    ): "73 121 77 89 89 105 107 107 111 118 128 70 72 75 73 127 128 125 116 115 114 111 116 123 124 93",
-    ("2b-pt-res", "32k"): {12: 76},
-    ("2b-pt-res", "262k"): {12: 121},
-    ("2b-pt-res", "524k"): {12: 115},
-    ("2b-pt-res", "1m"): {5: 114, 12: 107, 19: 88},
-    (
-        "2b-pt-mlp",
-        "16k",
-    ): "119 105 95 95 85 114 133 60 136 88 110 98 108 112 97 80 72 68 106 109 109 113 121 128 73 126",
-    (
-        "2b-pt-mlp",
-        "65k",
-    ): "72 127 134 68 66 86 101 115 110 77 95 88 96 98 89 72 66 136 88 88 88 86 92 102 128 107",
-    (
-        "2b-pt-att",
-        "16k",
-    ): "104 79 93 117 116 135 61 99 129 127 70 80 85 92 71 98 71 79 72 122 62 65 106 73 96 77",
-    (
-        "2b-pt-att",
-        "65k",
-    ): "75 98 125 83 87 99 112 96 112 107 67 75 79 87 66 90 129 70 123 106 102 118 112 140 77 63",
-    (
-        "9b-pt-res",
-        "16k",
-    ): "129 69 67 90 91 77 93 92 99 100 113 118 130 132 67 131 75 73 71 132 68 129 123 120 114 114 "
-    "116 118 119 119 120 114 111 114 114 120 120 124 128 131 125 113",
-    (
-        "9b-pt-res",
-        "131k",
-    ): "41 56 70 103 101 94 120 119 72 75 84 88 96 99 105 103 121 117 113 110 114 109 105 101 97 "
-    "96 97 96 98 97 95 92 88 91 89 94 93 96 101 99 94 84",
-    ("9b-pt-res", "32k"): {20: 57},
-    ("9b-pt-res", "65k"): {20: 55},
-    ("9b-pt-res", "524k"): {20: 48},
-    ("9b-pt-res", "1m"): {9: 122, 20: 101, 31: 77},
-    (
-        "9b-pt-mlp",
-        "16k",
-    ): "50 128 81 126 66 93 96 101 124 83 114 76 96 94 97 107 91 104 89 98 108 88 85 73 73 72 142 "
-    "126 115 111 116 94 98 107 107 108 109 119 98 90 74 126",
-    (
-        "9b-pt-mlp",
-        "131k",
-    ): "30 106 61 109 84 131 72 75 89 129 83 120 77 75 80 89 81 91 82 85 93 79 77 67 67 65 110 99 "
-    "91 87 89 77 76 83 82 80 81 90 79 75 125 99",
-    (
-        "9b-pt-att",
-        "16k",
-    ): "61 77 69 102 126 125 108 70 65 71 132 67 68 77 81 79 81 110 80 86 76 86 70 80 79 73 75 136 "
-    "71 76 73 73 74 78 91 77 69 82 81 77 91 129",
-    (
-        "9b-pt-att",
-        "131k",
-    ): "55 116 135 119 75 78 73 106 98 111 97 104 110 126 131 130 71 90 69 71 125 71 115 66 130 "
-    "115 120 102 115 128 109 117 117 128 63 124 105 124 135 120 64 92",
-    ("9b-it-res", "16k"): {9: 88, 20: 91, 31: 76},
-    ("9b-it-res", "131k"): {9: 121, 20: 81, 31: 109},
-    ("27b-pt-res", "131k"): {10: 106, 22: 82, 34: 72},
-}
+# Collection, width, and L0 of the canonical dictionary by layer from 0, or of the named layers.
+_CANONICAL = """
+2b-pt-res 16k 105 102 141 59 124 68 70 69 71 73 77 80 82 84 84 78 78 77 74 73 71 70 72 75 73 116
+2b-pt-res 65k 73 121 77 89 89 105 107 107 111 118 128 70 72 75 73 127 128 125 116 115 114 111 116 123 124 93
+2b-pt-res 32k 12:76
+2b-pt-res 262k 12:121
+2b-pt-res 524k 12:115
+2b-pt-res 1m 5:114 12:107 19:88
+2b-pt-mlp 16k 119 105 95 95 85 114 133 60 136 88 110 98 108 112 97 80 72 68 106 109 109 113 121 128 73 126
+2b-pt-mlp 65k 72 127 134 68 66 86 101 115 110 77 95 88 96 98 89 72 66 136 88 88 88 86 92 102 128 107
+2b-pt-att 16k 104 79 93 117 116 135 61 99 129 127 70 80 85 92 71 98 71 79 72 122 62 65 106 73 96 77
+2b-pt-att 65k 75 98 125 83 87 99 112 96 112 107 67 75 79 87 66 90 129 70 123 106 102 118 112 140 77 63
+9b-pt-res 16k 129 69 67 90 91 77 93 92 99 100 113 118 130 132 67 131 75 73 71 132 68 129 123 120 114 114 116
+  118 119 119 120 114 111 114 114 120 120 124 128 131 125 113
+9b-pt-res 131k 41 56 70 103 101 94 120 119 72 75 84 88 96 99 105 103 121 117 113 110 114 109 105 101 97 96
+  97 96 98 97 95 92 88 91 89 94 93 96 101 99 94 84
+9b-pt-res 32k 20:57
+9b-pt-res 65k 20:55
+9b-pt-res 524k 20:48
+9b-pt-res 1m 9:122 20:101 31:77
+9b-pt-mlp 16k 50 128 81 126 66 93 96 101 124 83 114 76 96 94 97 107 91 104 89 98 108 88 85 73 73 72 142 126
+  115 111 116 94 98 107 107 108 109 119 98 90 74 126
+9b-pt-mlp 131k 30 106 61 109 84 131 72 75 89 129 83 120 77 75 80 89 81 91 82 85 93 79 77 67 67 65 110 99 91
+  87 89 77 76 83 82 80 81 90 79 75 125 99
+9b-pt-att 16k 61 77 69 102 126 125 108 70 65 71 132 67 68 77 81 79 81 110 80 86 76 86 70 80 79 73 75 136 71
+  76 73 73 74 78 91 77 69 82 81 77 91 129
+9b-pt-att 131k 55 116 135 119 75 78 73 106 98 111 97 104 110 126 131 130 71 90 69 71 125 71 115 66 130 115
+  120 102 115 128 109 117 117 128 63 124 105 124 135 120 64 92
+9b-it-res 16k 9:88 20:91 31:76
+9b-it-res 131k 9:121 20:81 31:109
+27b-pt-res 131k 10:106 22:82 34:72
+"""
 
 
 def find_release(name: str) -> Release | None:
@@ -219,9 +184,9 @@ def release_names() -> list[str]:
 def canonical_ids() -> dict[str, list[str]]:
     """The ids of every canonical Gemma Scope release."""
     ids: dict[str, list[str]] = {}
-    for collection, width in _CANONICAL:
+    for (collection, width), l0 in _canonical().items():
         names = ids.setdefault(f"gemma-scope-{collection}-canonical", [])
-        names += [f"layer_{layer}/width_{width}/canonical" for layer in _l0_by_layer(collection, width)]
+        names += [f"layer_{layer}/width_{width}/canonical" for layer in l0]
     return ids
 
 
@@ -256,16 +221,24 @@ def _gemma_folder(release: str, collection: str, identifier: str, canonical: boo
         raise _unknown(release, identifier, f"layer_LAYER/width_WIDTH/{end}")
     if match[4] not in (None, "canonical"):
         return identifier
-    l0 = _l0_by_layer(collection, match[3]).get(int(match[2] or -1))
+    l0 = _canonical().get((collection, match[3]), {}).get(int(match[2] or -1))
     if l0 is None:
-        widths = sorted({width for other, width in _CANONICAL if other == collection})
+        widths = sorted({width for other, width in _canonical() if other == collection})
         raise _unknown(release, identifier, f"a layer it has, and a width of {', '.join(widths)}")
     return f"layer_{match[2]}/width_{match[3]}/average_l0_{l0}"
 
 
-def _l0_by_layer(collection: str, width: str) -> dict[int, int]:
-    table = _CANONICAL.get((collection, width), {})
-    return dict(enumerate(map(int, table.split()))) if isinstance(table, str) else table
+@functools.cache
+def _canonical() -> dict[tuple[str, str], dict[int, int]]:
+    """The table: L0 by layer, by collection and width."""
+    tables = {}
+    for line in _CANONICAL.replace("\n  ", " ").split("\n")[1:-1]:
+        collection, width, *numbers = line.split()
+        named = [number.rpartition(":") for number in numbers]
+        tables[collection, width] = {
+            int(layer or place): int(l0) for place, (layer, _, l0) in enumerate(named)
+        }
+    return tables
 
 
 def _unknown(release: str, identifier: str, expected: str) -> SaeFileError:

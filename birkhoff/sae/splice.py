@@ -27,7 +27,7 @@ import torch
 from birkhoff.hooks.edit import Op, Path, SiteContext
 from birkhoff.hooks.gating import SiteGate
 from birkhoff.sae.clamps import ABSOLUTE, ClampParameters, ClampRow, clamp_parameters, feature_change
-from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.dictionary import Sae, weight_tensors
 from birkhoff.sae.encode import (
     DeviceSae,
     FeatureRows,
@@ -163,15 +163,7 @@ class SaeHost:
 
     @property
     def num_bytes(self) -> int:
-        weights = self.weights
-        tensors = [
-            weights.encoder,
-            weights.encoder_bias,
-            weights.decoder,
-            weights.decoder_bias,
-            *weights.activation.tensors().values(),
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in weight_tensors(self.weights))
 
     def _rows_of(self, features: Sequence[int]) -> torch.Tensor:
         """Indices of features among the rows on the device."""

@@ -284,8 +284,10 @@ class Trainer:
             slopes = self._slopes(others, total_rows)
             return self._kernels.pair_dots(slopes, at, table, code.features)
 
-        loss = BatchLoss(len(x), total_rows, y.shape[1], value_gradients)
-        gradients = self.architecture.gradients(code, by_value, self.weights, self.scalars, loss)
+        loss = BatchLoss(
+            code, by_value, self.weights, self.scalars, len(x), total_rows, y.shape[1], value_gradients
+        )
+        gradients = self.architecture.gradients(loss)
         batch.codes.append(Code(code.rows + first, code.features, code.z, code.values))
         batch.slope_index.append(at + sum(map(len, batch.slopes)))
         batch.slopes.append(slopes)
@@ -376,18 +378,13 @@ class Trainer:
             along[dead] += (extra["decoder"] * self.weights["decoder"][dead]).sum(1)
         step = AdamStep(self.options.rate_at(self.done), self.done + 1)
         gradients = {name: by_feature(part[name] for part in batch.gradients) for name in batch.gradients[0]}
+        plain = {"decoder_bias": torch.as_tensor(batch.bias)}
         for name in ("encoder_bias", *self.architecture.parameters):
-            gradient = sums(gradients[name])
+            plain[name] = sums(gradients[name])
             if dead is not None and name in extra:
-                gradient[dead] += extra[name]
+                plain[name][dead] += extra[name]
+        for name, gradient in plain.items():
             adam(self.weights[name], self._first[name], self._second[name], gradient, step)
-        adam(
-            self.weights["decoder_bias"],
-            self._first["decoder_bias"],
-            self._second["decoder_bias"],
-            torch.as_tensor(batch.bias),
-            step,
-        )
         slopes = torch.cat(batch.slopes) if len(batch.slopes) > 1 else batch.slopes[0]
         sparse = {
             "encoder": (rows, gradients["encoder"], x.to(self._dtype), None),

@@ -10,12 +10,8 @@ import torch
 
 import birkhoff
 from birkhoff import Capture, ExpertSet
-from birkhoff.analysis.expert_contrast import (
-    ExpertContrast,
-    best_expert_trial,
-    contrast_experts,
-    search_experts,
-)
+from birkhoff.analysis.expert_contrast import ExpertContrast, contrast_experts, search_experts
+from birkhoff.analysis.steering_effect import best_trial
 from birkhoff.cli.main import run
 from birkhoff.errors import OptionError
 
@@ -51,7 +47,7 @@ def test_edits_of_a_contrast():
         [(0, True), (1, False)],
         [(1, False), (0, True)],
     )
-    assert best_expert_trial([], 1.0) is None
+    assert best_trial([], 1.0) is None
 
 
 def test_command_line(tmp_path, capfd):

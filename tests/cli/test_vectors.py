@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.analysis.vector_search import Trial, best_trial
+from birkhoff.analysis.steering_effect import best_trial
+from birkhoff.analysis.vector_search import Trial
 from birkhoff.cli.main import run
 from birkhoff.sae.dictionary import Sae
 from birkhoff.steering.vector_file import SteeringVector

@@ -14,6 +14,8 @@ from birkhoff.sae.train import KINDS, Trainer, TrainOptions
 from tests.sizes import scaled
 
 WIDTH = 32
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 
 
 def planted(
@@ -108,12 +110,13 @@ def reference_step(trainer: Trainer, rows: torch.Tensor) -> dict[str, torch.Tens
     return {name: tensor.detach() for name, tensor in w.items()}
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dead", [0, 9, 40])
-def test_a_step_equals_that_of_the_dense_twin(directions, kind, dead):
+def test_a_step_equals_that_of_the_dense_twin(directions, kind, dead, device):
     """Adam's first step is the sign of the gradient almost everywhere, so the moments are compared too."""
-    rows = planted(50, directions, 2)
-    trainer = Trainer(TrainOptions(64, k=4, kind=kind, steps=10, warmup=0.1), rows)
+    rows = planted(50, directions, 2).to(device)
+    trainer = Trainer(TrainOptions(64, k=4, kind=kind, steps=10, warmup=0.1), rows, device=device)
     trainer.silent_rows[:dead] = trainer.options.dead_after
     perturb(trainer)
     theirs = reference_step(trainer, rows)
@@ -142,11 +145,12 @@ def test_gradients_equal_those_of_the_dense_twin(directions, kind):
 
 def perturb(trainer: Trainer) -> None:
     """Make parameters that start out equal different, so that exchanged ones are noticed."""
-    generator = torch.Generator().manual_seed(9)
+    generator, device = torch.Generator().manual_seed(9), trainer.device
     for tensor in trainer.weights.values():
         if tensor.ndim == 1:
-            tensor += 0.1 * torch.randn(len(tensor), generator=generator)
-    trainer.weights["encoder"] += 0.05 * torch.randn(trainer.weights["encoder"].shape, generator=generator)
+            tensor += 0.1 * torch.randn(len(tensor), generator=generator).to(device)
+    encoder = trainer.weights["encoder"]
+    encoder += 0.05 * torch.randn(encoder.shape, generator=generator).to(device)
 
 
 EXPORTED = {
@@ -180,19 +184,21 @@ def test_planted_directions_are_recovered(directions, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("products", ["float32", "bfloat16"])
-def test_resumed_training_equals_uninterrupted_training(directions, kind, products):
+@pytest.mark.parametrize("device", DEVICES)
+def test_resumed_training_equals_uninterrupted_training(directions, kind, products, device):
     options = TrainOptions(
         40, k=3, kind=kind, steps=16, dead_after=60, rate=0.02, products=products, accumulate=3
     )
     batches = [planted(64, directions, seed) for seed in range(16)]
-    whole = Trainer(options, batches[0])
-    stopped = Trainer(options, batches[0])
+    whole = Trainer(options, batches[0], device=device)
+    stopped = Trainer(options, batches[0], device=device)
     for batch in batches:
         whole.step(batch)
     for batch in batches[:9]:
         stopped.step(batch)
     state = load(save(stopped.state()))
-    again = Trainer.restored(options, state)
+    again = Trainer.restored(options, state, device)
+    assert again.weights["encoder"].device.type == device
     for batch in batches[9:]:
         last = again.step(batch)
     assert last.step == 16 and again.rows_seen == whole.rows_seen

@@ -92,12 +92,8 @@ def contrast_rows(
         raise SteeringError(
             f"{hook} is capture-only: it can be read, not changed. Contrast one that can be steered."
         )
-    hooks: dict[str, list[int]] = {}
-    for name, layer in sites.values():
-        hooks.setdefault(name, []).append(layer)
-    capture = Capture(hooks, reduce=tokens)
     both = (
-        text_rows(engine, texts, capture, sites, lambda rows: rows[0].float())
+        text_rows(engine, texts, sites, lambda rows: rows[0].float(), tokens)
         for texts in (positive, negative)
     )
     return ContrastRows(hook, *both)
@@ -106,16 +102,19 @@ def contrast_rows(
 def text_rows(
     engine: Engine,
     texts: Sequence[Any],
-    capture: Capture,
     sites: Mapping[int, Address],
     row_of: Callable[[torch.Tensor], torch.Tensor],
+    reduce: str | None = None,
 ) -> dict[int, torch.Tensor]:
     """Run texts; for every layer of `sites` one row per text, [texts, ...], made of the captured rows of its tokens."""
+    hooks: dict[str, list[int]] = {}
+    for name, layer in sites.values():
+        hooks.setdefault(name, []).append(layer)
 
     def captures() -> Iterator[tuple[list[int], Capture]]:
         for text in texts:
             ids, first = token_span(engine, text)
-            yield ids, capture.replace(positions={"prompt": {"window": [first, None]}})
+            yield ids, Capture(hooks, positions={"prompt": {"window": [first, None]}}, reduce=reduce)
 
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in sites}
     for acts in iter_captures(engine, captures()):

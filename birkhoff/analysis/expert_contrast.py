@@ -17,7 +17,6 @@ import torch
 
 from birkhoff.analysis.contrast import check_texts, text_rows
 from birkhoff.analysis.steering_effect import Condition, ScoredAnswer, ScoreFunction, run_trials
-from birkhoff.capture.spec.request import Capture
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
 from birkhoff.steering.expert_edits import ExpertSet
@@ -107,9 +106,8 @@ def contrast_experts(
     def shares(rows: torch.Tensor) -> torch.Tensor:
         return torch.bincount(rows[..., 0].long().flatten(), minlength=experts) / len(rows)
 
-    capture = Capture({"moe_topk": list(chosen)})
     sites = {layer: ("moe_topk", layer) for layer in chosen}
-    ours, theirs = (text_rows(engine, texts, capture, sites, shares) for texts in (positive, negative))
+    ours, theirs = (text_rows(engine, texts, sites, shares) for texts in (positive, negative))
     return ExpertContrast(ours, theirs, topk)
 
 

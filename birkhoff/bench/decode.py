@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from birkhoff.bench.report import Row, facts, significant, summary
-from birkhoff.bench.synthetic import WeightTypes, filled_state, random_on_device
+from birkhoff.bench.synthetic import WeightTypes, cache_tensors, filled_state, random_on_device
 from birkhoff.bench.timing import (
     capture_graph,
     cuda_seconds,
@@ -206,8 +206,7 @@ def cache_facts(state: State, batch: int, context: int) -> Row:
     """Bytes of the cache by kind of layer, allocated and computed, and the bytes that a step reads."""
     allocated: defaultdict[str, int] = defaultdict(int)
     for layer in state.layers:
-        tensors = (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values())
-        allocated[KIND_OF_RATIO[layer.ratio]] += sum(tensor.nbytes for tensor in tensors)
+        allocated[KIND_OF_RATIO[layer.ratio]] += sum(tensor.nbytes for tensor in cache_tensors(layer))
     config, item = state.config, state.dtype.itemsize
     tokens_ = state.num_pages // batch * PAGE_TOKENS
     planned = {kind: batch * size for kind, size in context_bytes(config, tokens_, item).items() if size}

@@ -27,7 +27,7 @@ from birkhoff.analysis.harvest import harvest
 from birkhoff.api.engine import Engine
 from birkhoff.bench.goodput import random_core
 from birkhoff.bench.report import Row, check_positive, facts, significant
-from birkhoff.bench.timing import disk_seconds
+from birkhoff.bench.timing import disk_seconds, synchronize
 from birkhoff.capture.spec.request import Capture
 from birkhoff.convert.presets import preset
 from birkhoff.data.texts import DatasetText
@@ -164,16 +164,11 @@ def _run_prompts(engine: Engine, texts: list[list[int]]) -> None:
 
 
 def _seconds(device: torch.device, work: Callable[..., object], *arguments: object) -> float:
-    _synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     work(*arguments)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _bus_rate(device: torch.device) -> float | None:

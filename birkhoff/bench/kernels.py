@@ -19,7 +19,7 @@ import torch
 
 from birkhoff.bench.decode import device_facts, reading_speed
 from birkhoff.bench.prefill_kernels import CHUNKS, bench_prefill_kernels
-from birkhoff.bench.report import Row, print_rows, significant
+from birkhoff.bench.report import Row, significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.bench.timing import graph_us, release_memory
 from birkhoff.convert.presets import preset
@@ -225,7 +225,3 @@ def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096,
     ):
         for row in rows:
             yield common | row
-
-
-if __name__ == "__main__":
-    print_rows(bench_kernels())

@@ -7,13 +7,14 @@ difference, by how much the CPU preferred its own token (in log probability): a 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import birkhoff
 from birkhoff.bench.decode import device_facts
-from birkhoff.bench.report import print_rows, significant
+from birkhoff.bench.report import significant
 
 PROMPTS = (
     "Once upon a time",
@@ -71,4 +72,5 @@ def _first_difference(answers: Any, expected: Any) -> tuple[int, float | None]:
 
 
 if __name__ == "__main__":
-    print_rows(bench_nano())
+    for row in bench_nano():
+        print(json.dumps(row), flush=True)

@@ -19,8 +19,15 @@ import torch
 
 from birkhoff.bench.decode import TOLERANCE, device_facts, reading_speed, set_inputs
 from birkhoff.bench.report import Row, facts, significant, summary
-from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
-from birkhoff.bench.timing import capture_graph, cuda_seconds, median, milliseconds, release_memory
+from birkhoff.bench.synthetic import cache_tensors, filled_state, random_placed, skew_routing
+from birkhoff.bench.timing import (
+    capture_graph,
+    cuda_seconds,
+    median,
+    milliseconds,
+    release_memory,
+    synchronize,
+)
 from birkhoff.byte_size import parse_bytes
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
@@ -133,11 +140,7 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
         model, store = random_placed(config, device, random_resident(layers, experts, share), spare=8, seed=1)
         state = filled_state(config, 2, 300, device)
         for layer in state.layers:  # the same cache in all cases
-            for tensor in (
-                layer.keys.rows,
-                *(ring.rows for ring in layer.raw.values()),
-                *layer.pages.values(),
-            ):
+            for tensor in cache_tensors(layer):
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
         decoder = Decoder(model, state)
         buffers = decoder.buffers(2, 512)
@@ -323,10 +326,10 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus_rate: flo
     spans = []
     before = store.read_counts.cpu().clone()
     for _ in range(rounds):
-        _wait(device)
+        synchronize(device)
         began = time.perf_counter()
         model.run(Batch.of([SequenceChunk(0, 0, chunk)], device), state, NoTap())
-        _wait(device)
+        synchronize(device)
         spans.append(1e3 * (time.perf_counter() - began))
     fresh = store.read_counts.cpu() - before
     cold = float(fresh[~store.resident()].sum()) / rounds * store.slot_bytes
@@ -398,8 +401,3 @@ def bench_placement(
                 yield common_row | row
         del model, store
         release_memory()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

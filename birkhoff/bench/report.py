@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def significant(value: float, digits: int = 4) -> float:
     """Round to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
-
-
-def print_rows(rows: Iterable[Row]) -> None:
-    """Print rows as JSON lines."""
-    for row in rows:
-        print(json.dumps(row), flush=True)
 
 
 def check_positive(setting: object, *names: str) -> None:

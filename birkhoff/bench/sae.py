@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from birkhoff.bench.report import Row, check_positive, facts, significant, summary
+from birkhoff.bench.timing import synchronize
 from birkhoff.sae.train import KINDS, PRODUCTS, Trainer, TrainOptions
 
 
@@ -131,18 +132,13 @@ def _rates(
     rates = []
     for index in range(-setting.warm_steps, setting.steps):
         rows = batches[index % len(batches)]
-        began = _now(device)
+        synchronize(device)
+        began = time.perf_counter()
         step(rows)
-        spent = _now(device) - began
+        synchronize(device)
         if index >= 0:
-            rates.append(len(rows) / spent)
+            rates.append(len(rows) / (time.perf_counter() - began))
     return rates
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _device_name(device: torch.device) -> str:

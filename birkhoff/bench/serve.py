@@ -177,22 +177,8 @@ class _ServerProcess:
     """`birkhoff serve` in its own process."""
 
     def __init__(self, model: str, setting: ServeSetting, environment: dict[str, str]):
-        command = [
-            sys.executable,
-            "-m",
-            "birkhoff",
-            "serve",
-            "--model",
-            model,
-            "--port",
-            "0",
-            "--log",
-            "off",
-            "--max-requests",
-            str(setting.streams),
-            "--max-connections",
-            "256",
-        ]
+        command = [sys.executable, "-m", "birkhoff", "serve", "--model", model]
+        command += f"--port 0 --log off --max-requests {setting.streams} --max-connections 256".split()
         if setting.cache_bytes:
             command += ["--cache-bytes", str(setting.cache_bytes)]
         self.process = subprocess.Popen(

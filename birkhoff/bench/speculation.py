@@ -22,7 +22,7 @@ import torch
 from birkhoff.bench.decode import device_facts
 from birkhoff.bench.report import Row, significant
 from birkhoff.bench.synthetic import random_on_device
-from birkhoff.bench.timing import median, release_memory
+from birkhoff.bench.timing import median, release_memory, synchronize
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.convert.presets import preset
 from birkhoff.engine.draft_chain import PendingSamples
@@ -116,9 +116,7 @@ class Generation:
         while any(not request.output_ids for request in requests):
             core.step()
         before = sum(len(request.output_ids) for request in requests)
-        device = core.runner.state.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(core.runner.state.device)
         began = time.perf_counter()
         self.num_steps = 0
         while core.step():

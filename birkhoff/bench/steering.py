@@ -36,6 +36,7 @@ import birkhoff
 from birkhoff.bench.baselines import OurEngine, Tokens
 from birkhoff.bench.interp import UntappedRunner
 from birkhoff.bench.report import Row, check_positive, checkpoint, facts, stream_shape, summary
+from birkhoff.bench.synthetic import random_dictionary
 from birkhoff.bench.timing import torch_threads
 from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Plan
@@ -216,16 +217,8 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
 
 
 def _dictionary(engine: birkhoff.Engine) -> Sae:
-    width = engine.config.hidden_size
-    weights = torch.randn(2, FEATURES, width, generator=torch.Generator().manual_seed(2)) / width**0.5
-    return Sae(
-        weights[0],
-        torch.full((FEATURES,), -1.0),
-        weights[1],
-        torch.zeros(width),
-        hook="mlp_out",
-        layer=engine.config.num_hidden_layers // 2,
-    )
+    middle = engine.config.num_hidden_layers // 2
+    return random_dictionary(FEATURES, engine.config.hidden_size, "mlp_out", middle)
 
 
 def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:

@@ -19,10 +19,11 @@ from birkhoff.kernels.select import Choice, select
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.moe import Experts
-from birkhoff.model.state import State
+from birkhoff.model.state import LayerState, State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.sae.dictionary import Sae
 
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the random codes
 # First bytes of the float16 numbers in a block; MXFP4 has an exponent instead.
@@ -216,12 +217,23 @@ def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, f
     )
 
 
+def cache_tensors(layer: LayerState) -> list[torch.Tensor]:
+    """All tensors of the cache of a layer."""
+    return [layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()]
+
+
+def random_dictionary(features: int, width: int, hook: str, layer: int) -> Sae:
+    """A dictionary of random rows, for timing."""
+    weights = torch.randn(2, features, width, generator=torch.Generator().manual_seed(2)) / width**0.5
+    return Sae(weights[0], torch.full((features,), -1.0), weights[1], hook=hook, layer=layer)
+
+
 def filled_state(
     config: V4Config, slots: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> State:
     """A state in which every sequence has `tokens` cached random tokens and space for 256 more."""
     state = State.contiguous(config, slots, tokens + 256, device=device, dtype=dtype)
     for layer in state.layers:
-        for tensor in (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()):
+        for tensor in cache_tensors(layer):
             tensor.normal_()
     return state

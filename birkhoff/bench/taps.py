@@ -32,6 +32,7 @@ import torch
 
 from birkhoff.bench.report import Row, significant, summary
 from birkhoff.bench.sites import CaptureAll
+from birkhoff.bench.synthetic import random_dictionary
 from birkhoff.bench.timing import kernel_times, milliseconds
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
@@ -40,7 +41,6 @@ from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import schema_of
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
-from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import DeviceSae
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import SaeResolver
@@ -77,15 +77,7 @@ class TapPlans:
         self.saes = SaeResolver(self.schema, self.layers, device)
         g = torch.Generator().manual_seed(1)
         self.vectors = torch.randn(batch, self.schema[HOOK].width, generator=g) * 0.01
-        weights = torch.randn(2, features, c.hidden_size, generator=g) / c.hidden_size**0.5
-        sae = Sae(
-            weights[0],
-            torch.full((features,), -1.0),
-            weights[1],
-            torch.zeros(c.hidden_size),
-            hook=OUT,
-            layer=self.middle,
-        )
+        sae = random_dictionary(features, c.hidden_size, OUT, self.middle)
         self.saes.attach("some", sae, "delta", list(range(SET)))
         self.device_sae = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].weights
 

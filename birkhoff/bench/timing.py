@@ -36,6 +36,12 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched on a GPU; nothing elsewhere."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def cuda_seconds(call: Call, count: int, warm: int = 0) -> list[float]:
     """Seconds of each of `count` calls by CUDA events, after `warm` untimed calls; every call is awaited."""
     for _ in range(warm):

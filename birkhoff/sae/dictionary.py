@@ -261,7 +261,8 @@ class Sae:
         the factor they were multiplied by. Published dictionaries bring them."""
         from birkhoff.sae.files import load_named, only_one  # files.py imports this module
 
-        return only_one(load_named(path, hook, layer, view, spread, centered, input_scale), path)
+        site = {"hook": hook, "layer": layer, "view": view, "spread": spread}
+        return only_one(load_named(path, site, centered, input_scale), path)
 
     def save(self, path: str | Path, layout: str = "saelens") -> Path:
         """Write a directory in the layout `saelens` or `manifest` (our own); returns the directory."""

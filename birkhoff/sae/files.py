@@ -26,6 +26,9 @@ from birkhoff.sae.load_saelens import is_saelens, load_saelens, read_labels, sav
 from birkhoff.sae.releases import Release, find_release
 from birkhoff.sae.sae_manifest import MANIFEST, load_manifest, save_manifest
 
+# hook, layer, view and spread that a caller asks for; None or missing where they do not
+Site = dict[str, Any]
+
 
 def locate_sae(name: str | Path) -> tuple[Path, Release | None]:
     """The path of a dictionary given by path or name, and what is known of a published one."""
@@ -37,18 +40,12 @@ def locate_sae(name: str | Path) -> tuple[Path, Release | None]:
 
 
 def load_all(
-    path: Path,
-    hook: str | None = None,
-    layer: int | None = None,
-    view: str | None = None,
-    spread: str | None = None,
-    centered: bool | None = None,
-    input_scale: float | None = None,
+    path: Path, site: Site | None = None, centered: bool | None = None, input_scale: float | None = None
 ) -> list[Sae]:
     """All dictionaries at a path: more than one only for a manifest with several sites."""
     if not path.exists():
         raise SaeFileError(f"{path} does not exist. Give the directory (or file) that holds the dictionary.")
-    requested = {"hook": hook, "layer": layer, "view": view, "spread": spread}
+    requested = dict.fromkeys(("hook", "layer", "view", "spread")) | (site or {})
     if is_saelens(path):
         arguments, stored, default = load_saelens(path, centered, input_scale)
         return [_make(arguments, stored, default, requested, path)]
@@ -76,20 +73,14 @@ def load_all(
 
 
 def load_named(
-    name: str | Path,
-    hook: str | None = None,
-    layer: int | None = None,
-    view: str | None = None,
-    spread: str | None = None,
-    centered: bool | None = None,
-    input_scale: float | None = None,
+    name: str | Path, site: Site | None = None, centered: bool | None = None, input_scale: float | None = None
 ) -> list[Sae]:
     """All dictionaries at a path or of a name; a published one brings what its files do not say."""
     path, release = locate_sae(name)
     if release is not None:
         centered = (release.centered or None) if centered is None else centered
         input_scale = release.input_scale if input_scale is None else input_scale
-    saes = load_all(path, hook, layer, view, spread, centered, input_scale)
+    saes = load_all(path, site, centered, input_scale)
     if len(saes) == 1:  # descriptions go by number, so a directory has those of one dictionary
         saes[0].directory = path if path.is_dir() else path.parent
     return saes

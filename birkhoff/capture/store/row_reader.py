@@ -240,6 +240,7 @@ def index_blocks(
             files.checked.append(record.crc32 is None)
             if each is not None:
                 each(file, record)
+        del file  # with its labels, before the next one is read
     return form or ("float32", ()), np.frombuffer(blocks, np.int64).reshape(-1, 5)
 
 

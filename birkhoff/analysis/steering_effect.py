@@ -93,7 +93,7 @@ def compare_answers(name: str, steered: Sequence[ScoredAnswer], plain: Sequence[
     return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(losses))
 
 
-class _Trial(Protocol):
+class _HasEffect(Protocol):
     @property
     def moved(self) -> float: ...
 
@@ -104,7 +104,7 @@ class _Trial(Protocol):
     def loss_gained(self) -> float: ...
 
 
-T = TypeVar("T", bound=_Trial)
+T = TypeVar("T", bound=_HasEffect)
 
 
 def run_trials(

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from birkhoff import notebook
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.gradients import GradientScope
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.analyses import Analyses
 from birkhoff.api.call_sampling import CallSampling
 from birkhoff.api.driver import Driver, RequestOutput
+from birkhoff.api.engine_html import engine_html
 from birkhoff.api.options import signature_of
 from birkhoff.api.prompts import Captures, per_prompt
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
@@ -503,22 +503,7 @@ class Engine(Analyses):
         return f"Engine({self.name}, {self.config.num_hidden_layers} layers, {where})"
 
     def _repr_html_(self) -> str:
-        config = self.config
-        experts = getattr(config, "n_routed_experts", None)
-        facts = {
-            "device": f"{self.model.device}, {dtype_name(self.model.dtype)}",
-            "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
-            "residual streams": self.num_streams,
-            "experts": None
-            if experts is None
-            else f"{experts} per layer, {config.num_experts_per_tok} per token",  # type: ignore[attr-defined]
-            "vocabulary": config.vocab_size,
-            "context": f"{self.max_context} tokens, {self.max_requests} requests at once",
-            "hooks": ", ".join(self.schema),
-            "dictionaries": ", ".join(self.saes.registry) or None,
-            "named vectors": ", ".join(sorted(self.modules)) or None,
-        }
-        return notebook.facts(self.name or "Engine", facts)
+        return engine_html(self)
 
     def __enter__(self) -> Engine:
         return self

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from birkhoff.kernels.cuda.compile import Module, find_nvrtc
+from birkhoff.kernels.cuda.block_experts import BlockExperts
+from birkhoff.kernels.cuda.compile import compiled_module
 from birkhoff.kernels.cuda.variants import (
     Q8_CHOICES,
     Q8_STAGE,
     SHARED_Q8_CHOICES,
-    BlockVariant,
     Q8Variant,
     block_variant,
     expert_sources,
@@ -40,7 +38,6 @@ from birkhoff.kernels.linear.packed import PackedWeight
 if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
-SOURCES = Path(__file__).parent
 MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
 _DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _FP16_OCTAVES = 29
@@ -87,15 +84,7 @@ def scale_offset(scales: torch.Tensor) -> int | None:
     return None if highest - lowest > _FP16_OCTAVES else 30 - highest
 
 
-@lru_cache
-def compiled_module(file: str, device: torch.device, defines: tuple[str, ...] = ()) -> Module:
-    """The module of one source; compiled once per process, device and `defines`, since it takes seconds."""
-    nvrtc = find_nvrtc()
-    assert nvrtc is not None
-    return Module(nvrtc, SOURCES / file, device, defines)
-
-
-class CudaBackend:
+class CudaBackend(BlockExperts):
     """The decode kernels of one device. `pdl` enables programmatic dependent launch: a kernel may start while the
     preceding one ends. Kernels of `expert_types` (their names) are compiled with the others; those of further types
     when they are first launched."""
@@ -296,7 +285,7 @@ class CudaBackend:
                 block_gate_up(w, buffers, limit)
                 return
             if is_fp8_experts(w):
-                self._fp8_gate_up(buffers, limit)
+                self.fp8_gate_up(buffers, limit)
             else:
                 self.block_gate_up(
                     w, buffers, limit, block_variant(w.expert_types[0].name, "gate_up", buffers.rows)
@@ -340,7 +329,7 @@ class CudaBackend:
                 block_down(w, buffers)
                 return
             if is_fp8_experts(w):
-                self._fp8_down(buffers)
+                self.fp8_down(buffers)
             else:
                 self.block_down(w, buffers, block_variant(w.expert_types[1].name, "down", buffers.rows))
             return
@@ -370,92 +359,6 @@ class CudaBackend:
             *_host_range(w),
             pdl=self.pdl,
             shared=warps * row_tiles * (3 if deep else 2) * Q8_STAGE if fused and q8 else 0,
-        )
-
-    def block_gate_up(
-        self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float, variant: BlockVariant
-    ) -> None:
-        """`gate_up` of a type of blocks.cu, in one of its variants."""
-        slots, inner, width = (
-            buffers.expert_slots.shape[0],
-            buffers.expert_hidden.shape[1],
-            buffers.x.shape[1],
-        )
-        compiled_module("blocks.cu", self.device, variant.defines).launch(
-            "gate_up",
-            (variant.thread_blocks(slots * inner // 8, self.processors), 1),
-            32 * variant.warps,
-            buffers.expert_slots,
-            slots,
-            buffers.pair_order[1],
-            buffers.topk_weights,
-            buffers.x_fp4_order,
-            buffers.expert_hidden,
-            _lookup_table(w.expert_types[0].name, buffers.x.device),
-            inner,
-            width,
-            buffers.topk_weights.shape[1],
-            float(limit),
-            pdl=self.pdl,
-            shared=variant.memory(width, buffers.rows),
-        )
-
-    def block_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers, variant: BlockVariant) -> None:
-        """`down` of a type of blocks.cu, in one of its variants, without the shared expert."""
-        slots, inner, width = (
-            buffers.expert_slots.shape[0],
-            buffers.expert_hidden.shape[1],
-            buffers.x.shape[1],
-        )
-        compiled_module("blocks.cu", self.device, variant.defines).launch(
-            "down",
-            (variant.thread_blocks(slots * width // 16, self.processors), 1),
-            32 * variant.warps,
-            buffers.expert_slots,
-            slots,
-            buffers.pair_order[1],
-            buffers.expert_hidden,
-            buffers.expert_out,
-            _lookup_table(w.expert_types[1].name, buffers.x.device),
-            inner,
-            width,
-            buffers.topk_weights.shape[1],
-            pdl=self.pdl,
-            shared=variant.memory(inner, buffers.rows),
-        )
-
-    def _fp8_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
-        slots, inner = buffers.expert_slots.shape[0], buffers.expert_hidden.shape[1]
-        compiled_module("fp8_experts.cu", self.device).launch(
-            "gate_up",
-            (inner // 16, slots),
-            128,
-            buffers.expert_slots,
-            buffers.pair_order[1],
-            buffers.topk_weights,
-            buffers.x_fp16,
-            buffers.expert_hidden,
-            inner,
-            buffers.x.shape[1],
-            buffers.topk_weights.shape[1],
-            float(limit),
-            pdl=self.pdl,
-        )
-
-    def _fp8_down(self, buffers: ExpertBuffers) -> None:
-        slots, width = buffers.expert_slots.shape[0], buffers.x.shape[1]
-        compiled_module("fp8_experts.cu", self.device).launch(
-            "down",
-            (width // 16, slots),
-            128,
-            buffers.expert_slots,
-            buffers.pair_order[1],
-            buffers.expert_hidden,
-            buffers.expert_out,
-            buffers.expert_hidden.shape[1],
-            width,
-            buffers.topk_weights.shape[1],
-            pdl=self.pdl,
         )
 
     def write_and_mix(
@@ -700,12 +603,6 @@ class CudaBackend:
             splits,
             pdl=self.pdl,
         )
-
-
-def _lookup_table(kind: str, device: torch.device) -> torch.Tensor | None:
-    from birkhoff.kernels.packed.unpack import lookup_table
-
-    return lookup_table(kind, device)
 
 
 def _host_range(w: ExpertLayerWeights) -> tuple[c_void_p, c_void_p] | tuple[None, None]:

@@ -12,6 +12,7 @@ import glob
 import hashlib
 import os
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -190,3 +191,11 @@ def _argument(value: torch.Tensor | int | float | c_void_p | None) -> c_void_p |
     if isinstance(value, torch.Tensor):
         return c_void_p(value.data_ptr())
     return c_int(value) if isinstance(value, int) else c_float(value)
+
+
+@lru_cache
+def compiled_module(file: str, device: torch.device, defines: tuple[str, ...] = ()) -> Module:
+    """The module of a source of this folder, compiled once per process, device and `defines`: it takes seconds."""
+    nvrtc = find_nvrtc()
+    assert nvrtc is not None
+    return Module(nvrtc, Path(__file__).parent / file, device, defines)

@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from birkhoff.kernels.cuda.backend import compiled_module
-from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.kernels.cuda.compile import compiled_module, find_nvrtc
 from birkhoff.kernels.quant.rounded_rows import Order
 
 MAX_TOKENS = 128  # of a block of the plan

@@ -1,0 +1,111 @@
+"""Launches of the decode kernels for routed experts that are stored in FP8 or in ggml's blocks (blocks.cu)."""
+
+from __future__ import annotations
+
+import torch
+
+from birkhoff.kernels.cuda.compile import compiled_module
+from birkhoff.kernels.cuda.variants import BlockVariant
+from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights
+
+
+class BlockExperts:
+    """Part of `CudaBackend`. Sources are compiled per type and variant when first launched."""
+
+    device: torch.device
+    processors: int
+    pdl: bool
+
+    def block_gate_up(
+        self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float, variant: BlockVariant
+    ) -> None:
+        """`gate_up` of a type of blocks.cu, in one of its variants."""
+        slots, inner, width = (
+            buffers.expert_slots.shape[0],
+            buffers.expert_hidden.shape[1],
+            buffers.x.shape[1],
+        )
+        compiled_module("blocks.cu", self.device, variant.defines).launch(
+            "gate_up",
+            (variant.thread_blocks(slots * inner // 8, self.processors), 1),
+            32 * variant.warps,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_fp4_order,
+            buffers.expert_hidden,
+            _lookup_table(w.expert_types[0].name, buffers.x.device),
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            float(limit),
+            pdl=self.pdl,
+            shared=variant.memory(width, buffers.rows),
+        )
+
+    def block_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers, variant: BlockVariant) -> None:
+        """`down` of a type of blocks.cu, in one of its variants, without the shared expert."""
+        slots, inner, width = (
+            buffers.expert_slots.shape[0],
+            buffers.expert_hidden.shape[1],
+            buffers.x.shape[1],
+        )
+        compiled_module("blocks.cu", self.device, variant.defines).launch(
+            "down",
+            (variant.thread_blocks(slots * width // 16, self.processors), 1),
+            32 * variant.warps,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.expert_hidden,
+            buffers.expert_out,
+            _lookup_table(w.expert_types[1].name, buffers.x.device),
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            pdl=self.pdl,
+            shared=variant.memory(inner, buffers.rows),
+        )
+
+    def fp8_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
+        """`gate_up` of experts stored in FP8."""
+        slots, inner = buffers.expert_slots.shape[0], buffers.expert_hidden.shape[1]
+        compiled_module("fp8_experts.cu", self.device).launch(
+            "gate_up",
+            (inner // 16, slots),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_fp16,
+            buffers.expert_hidden,
+            inner,
+            buffers.x.shape[1],
+            buffers.topk_weights.shape[1],
+            float(limit),
+            pdl=self.pdl,
+        )
+
+    def fp8_down(self, buffers: ExpertBuffers) -> None:
+        """`down` of experts stored in FP8, without the shared expert."""
+        slots, width = buffers.expert_slots.shape[0], buffers.x.shape[1]
+        compiled_module("fp8_experts.cu", self.device).launch(
+            "down",
+            (width // 16, slots),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.expert_hidden,
+            buffers.expert_out,
+            buffers.expert_hidden.shape[1],
+            width,
+            buffers.topk_weights.shape[1],
+            pdl=self.pdl,
+        )
+
+
+def _lookup_table(kind: str, device: torch.device) -> torch.Tensor | None:
+    from birkhoff.kernels.packed.unpack import lookup_table
+
+    return lookup_table(kind, device)

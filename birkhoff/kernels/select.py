@@ -26,6 +26,7 @@ from birkhoff.kernels.linear import reference as linear_plain
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.mhc import cpu as mhc_cpu
 from birkhoff.kernels.mhc import reference as mhc_plain
+from birkhoff.kernels.mhc.read_input import read_input
 from birkhoff.kernels.norm import cpu as norm_cpu
 from birkhoff.kernels.norm import reference as norm_plain
 from birkhoff.kernels.packed import native
@@ -94,7 +95,7 @@ TWINS: dict[str, tuple[Op, Op]] = {
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_prepare": (mhc_plain.prepare, mhc_plain.prepare),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
-    "mhc_read_input": (mhc_plain.read_input, mhc_plain.read_input),
+    "mhc_read_input": (read_input, read_input),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),

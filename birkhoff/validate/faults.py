@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from birkhoff.kernels.norm.reference import KEY_GROUP
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
@@ -129,14 +130,26 @@ def _half_split(kernels: KernelSet) -> KernelSet:
         halves = rotated.reshape(*x.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
         return torch.cat((unrotated, halves), dim=-1)
 
-    return replace(kernels, rotate=rotate)
+    return _with_rotation(kernels, rotate)
+
+
+def _with_rotation(kernels: KernelSet, rotate: Callable[..., torch.Tensor]) -> KernelSet:
+    """Rotate with this function wherever the model rotates: alone, and after the norm of queries and keys."""
+
+    def norm_rotate(
+        x: torch.Tensor, weight: torch.Tensor | None, eps: float, phases: Phases, keep: int | None = None
+    ) -> torch.Tensor:
+        rotated = rotate(kernels.rms_norm(x, weight, eps), phases)
+        return rotated if keep is None else kernels.fp8_round(rotated, KEY_GROUP, keep)
+
+    return replace(kernels, rotate=rotate, norm_rotate=norm_rotate)
 
 
 def _no_inverse_rotation(kernels: KernelSet) -> KernelSet:
     def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         return x if inverse else kernels.rotate(x, phases)
 
-    return replace(kernels, rotate=rotate)
+    return _with_rotation(kernels, rotate)
 
 
 def _mixer_part(name: str) -> str | None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from birkhoff.kernels.norm.reference import norm_input
-from birkhoff.kernels.quant.rounded_rows import Input
-
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
     mix = logits.softmax(-1) + eps
@@ -69,23 +66,6 @@ def read(
 
 def prepare(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fn
-
-
-def read_input(
-    streams: torch.Tensor,
-    fn: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    iters: int,
-    eps: float,
-    rms_eps: float,
-    norm: torch.Tensor,
-    norm_eps: float,
-    released: bool,
-    inner: int | None = None,
-) -> tuple[Input, torch.Tensor, torch.Tensor]:
-    u, _, post, mix = read(streams, fn, base, scale, iters, eps, rms_eps)
-    return norm_input(u, norm, norm_eps, released, inner), post, mix
 
 
 def write(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:

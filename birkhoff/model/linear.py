@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.norm.reference import KEY_GROUP
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
 from birkhoff.kernels.quant.rounded_rows import Input, rows_of
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "bf16", "f32"]
 ACTIVATION_GROUP = 128
-KEY_GROUP = 64
 
 
 @dataclass(frozen=True)

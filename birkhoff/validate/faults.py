@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from birkhoff.kernels.norm.reference import KEY_GROUP
+from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
@@ -139,8 +139,7 @@ def _with_rotation(kernels: KernelSet, rotate: Callable[..., torch.Tensor]) -> K
     def norm_rotate(
         x: torch.Tensor, weight: torch.Tensor | None, eps: float, phases: Phases, keep: int | None = None
     ) -> torch.Tensor:
-        rotated = rotate(kernels.rms_norm(x, weight, eps), phases)
-        return rotated if keep is None else kernels.fp8_round(rotated, KEY_GROUP, keep)
+        return round_key(rotate(kernels.rms_norm(x, weight, eps), phases), keep)
 
     return replace(kernels, rotate=rotate, norm_rotate=norm_rotate)
 

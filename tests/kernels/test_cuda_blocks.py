@@ -43,7 +43,7 @@ def fp4_order(rows):
 
 
 def kind_of(decoder: str) -> str:
-    """The type that a decoder of blocks.cuh reads."""
+    """The type that a decoder of block_types.cuh reads."""
     return re.sub(r"(_ONE|_BYTES)?\d*$", "", decoder) if decoder not in TYPES else decoder
 
 

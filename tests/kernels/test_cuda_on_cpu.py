@@ -80,7 +80,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     text = '#include "cuda_on_cpu.h"\nstatic uint4 memory[8192];\n'
-    for name in ("common.cuh", "gemv.cuh", "blocks.cuh", "blocks.cu"):
+    for name in ("common.cuh", "gemv.cuh", "blocks.cuh", "block_types.cuh", "blocks.cu"):
         text += without_ptx((SOURCES / name).read_text())
     for variant in VARIANTS:
         parameters = f"<{variant.decoder}, {variant.warps}, {variant.stages}>"

@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from birkhoff.kernels import quant
-from birkhoff.kernels.norm.reference import rms_norm
+from birkhoff.kernels.norm.reference import KEY_GROUP, rms_norm
 from birkhoff.kernels.rope.reference import Phases, rotate
 from birkhoff.kernels.row_index import RowIndex
 
 Rounding = Literal["none", "key", "index"]
-KEY_GROUP = 64
 
 
 class RawRows(NamedTuple):

@@ -8,7 +8,7 @@
 // Compiled for one variant at a time (BLOCK_TYPE, BLOCK_WARPS, BLOCK_STAGES and BLOCK_RESIDENT, the thread blocks that
 // are to fit a multiprocessor), as kernels `gate_up` and `down`.
 
-#include "blocks.cuh"
+#include "block_types.cuh"
 
 // Dynamic shared memory has STAGES tiles, then sums of inputs (`sum_inputs`), then the table of the type.
 

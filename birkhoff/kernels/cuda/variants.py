@@ -17,8 +17,8 @@ Q8_STAGE = 16 * 272  # its bytes of shared memory
 
 @dataclass(frozen=True)
 class BlockDecoder:
-    """A type of experts in blocks.cuh: bytes of 256 columns, whether it needs sums of inputs, bytes of its table, and
-    whether it serves a single token only."""
+    """A type of experts in block_types.cuh: bytes of 256 columns, whether it needs sums of inputs, bytes of its table,
+    and whether it serves a single token only."""
 
     block_bytes: int
     sums: bool = False

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from birkhoff.kernels import quant
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.norm.reference import KEY_GROUP
+from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.packed import native
 from birkhoff.kernels.quant.rounded_rows import Input
 from birkhoff.kernels.rope.cpu import rotate
@@ -56,5 +55,4 @@ def norm_input(
 def norm_rotate(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, phases: Phases, keep: int | None = None
 ) -> torch.Tensor:
-    rotated = rotate(rms_norm(x, weight, eps), phases)
-    return rotated if keep is None else quant.fp8_round(rotated, KEY_GROUP, keep)
+    return round_key(rotate(rms_norm(x, weight, eps), phases), keep)

@@ -27,5 +27,9 @@ def norm_input(
 def norm_rotate(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, phases: Phases, keep: int | None = None
 ) -> torch.Tensor:
-    rotated = rotate(rms_norm(x, weight, eps), phases)
+    return round_key(rotate(rms_norm(x, weight, eps), phases), keep)
+
+
+def round_key(rotated: torch.Tensor, keep: int | None) -> torch.Tensor:
+    """A key as it is cached: rounded to FP8 except its last `keep` columns; as it is if `keep` is None."""
     return rotated if keep is None else quant.fp8_round(rotated, KEY_GROUP, keep)

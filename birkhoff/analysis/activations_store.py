@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from birkhoff.text.prompts import Prompt
 
 MAX_ROW_BYTES = 8 << 30  # of rows that are in flight, besides the buffer
+STEPS_IN_FLIGHT = (
+    4  # as many tokens as so many steps take: enough that the engine never waits for the next text
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,11 +206,12 @@ class _TextFeed:
         self._texts = texts
         self._capture = capture
         self._planner = engine.device_captures()
+        self._max_tokens = STEPS_IN_FLIGHT * engine.settings["max_batch_tokens"]
         self._in_flight: deque[tuple[int, Prompt, Request, int, int]] = deque()
         self._waiting: deque[tuple[int, Prompt]] = deque()
         self._last: tuple[int, Prompt] | None = None
         self._kept: tuple[int, Mapping[Address, SiteRows]] | None = None
-        self._rows = self._bytes = 0  # in flight, at most
+        self._rows = self._bytes = self._tokens = 0  # in flight; of rows, at most
 
     def next(self, room: int | None, drop: int) -> tuple[int, Mapping[Address, SiteRows]] | None:
         """The rows of the next text that has some; None after the last. With `room`, no more texts are started than
@@ -223,6 +227,7 @@ class _TextFeed:
             index, prompt, request, rows, num_bytes = self._in_flight.popleft()
             self._rows -= rows
             self._bytes -= num_bytes
+            self._tokens -= len(request.prompt_ids)
             self._last = index, prompt
             acts = self._engine.wait_for_acts(request)
             if len(acts):
@@ -242,12 +247,14 @@ class _TextFeed:
         for _, _, request, _, _ in self._in_flight:
             self._engine.cancel(request)
         self._in_flight.clear()
-        self._rows = self._bytes = 0
+        self._rows = self._bytes = self._tokens = 0
 
     def _submit(self, room: int | None) -> None:
         while len(self._in_flight) < 2 * self._engine.max_requests:
             if self._in_flight and (
-                self._bytes >= MAX_ROW_BYTES or (room is not None and self._rows >= room)
+                self._bytes >= MAX_ROW_BYTES
+                or self._tokens >= self._max_tokens
+                or (room is not None and self._rows >= room)
             ):
                 return
             item = self._waiting.popleft() if self._waiting else next(self._texts, None)
@@ -259,6 +266,7 @@ class _TextFeed:
             self._in_flight.append((index, prompt, request, rows, num_bytes))
             self._rows += rows
             self._bytes += num_bytes
+            self._tokens += len(request.prompt_ids)
 
 
 def _planned_rows(request: Request) -> tuple[int, int]:

@@ -81,12 +81,23 @@ def environment() -> dict[str, Any]:
 def model_digest(model: LanguageModel) -> str:
     """Return a 128-bit digest of every weight's name, shape, dtype and a sample of its values, as hex."""
     digest = hashlib.sha256()
+    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    weights = []
     for name, weight in model.named_weights():
-        tensor = weight.detach()
-        flat = tensor.reshape(-1)
+        flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)]
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        sample = sample.view(torch.uint8) if sample.itemsize == 1 else sample
+        samples.setdefault((sample.device, sample.dtype), []).append(sample)
+        weights.append((f"{name} {tuple(weight.shape)} {weight.dtype}\n", sample))
+    # One copy from the device for all of them: a model has thousands of experts.
+    joined = {
+        kind: iter(torch.cat(each).cpu().split([len(sample) for sample in each]))
+        for kind, each in samples.items()
+    }
+    for described, sample in weights:
+        digest.update(described.encode())
+        values = next(joined[sample.device, sample.dtype])
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -8,7 +8,8 @@
 
 Each is measured for the streams of one layer and for those of all layers, and all on the same texts. `share_of_prompts`
 is tokens per second divided by those of the prompts alone in the same run. The bus is a copy of a gigabyte to pinned
-memory, the disk a file of as many bytes as were stored, written and synced.
+memory, the disk a file of as many bytes as were stored, written and synced; files of one layer are made of as many more
+texts that they have the bytes of all layers.
 """
 
 from __future__ import annotations
@@ -112,11 +113,9 @@ def measure(engine: Engine, setting: HarvestSetting, folder: Path) -> Iterator[R
                 limit = min(bus, alone * num_bytes / total)
                 row["share_of_limit"] = significant(num_bytes / seconds / limit)
             yield row
-        yield common | {
-            "kind": "files",
-            "sites": sites,
-            **_files(engine, texts, capture, setting, folder / sites),
-        }
+        times = engine.config.num_hidden_layers if layers == [middle] else 1
+        data = texts(times * setting.file_texts)
+        yield common | {"kind": "files", "sites": sites, **_files(engine, data, capture, folder / sites)}
 
 
 class _CountedStream:
@@ -134,23 +133,17 @@ class _CountedStream:
             self.bytes += sum(rows.tensor.nbytes for rows in batch.sites.values())
 
 
-def _files(
-    engine: Engine,
-    texts: Callable[[int], list[list[int]]],
-    capture: Capture,
-    setting: HarvestSetting,
-    folder: Path,
-) -> Row:
+def _files(engine: Engine, texts: list[list[int]], capture: Capture, folder: Path) -> Row:
     """The speed of a harvest to files, and of the disk with as many bytes right after it."""
     data = [
         DatasetText(index, f"text {index}", prompt=ids)  # type: ignore[arg-type]
-        for index, ids in enumerate(texts(setting.file_texts))
+        for index, ids in enumerate(texts)
     ]
     began = time.perf_counter()
     report = harvest(engine, data, capture, folder)
     seconds = time.perf_counter() - began
     disk = disk_seconds(folder, report.bytes)
-    tokens = setting.file_texts * setting.tokens
+    tokens = sum(map(len, texts))
     return {
         "tokens_per_second": significant(tokens / seconds),
         "gb_per_second": significant(report.bytes / seconds / 1e9),

@@ -240,7 +240,7 @@ class CapturePlanner:
         projection = None if project is None else self.rules.projections.find(project)
         sink: CaptureSink
         if resolved.consumer == MEMORY:
-            sink = MemorySink(resolved)
+            sink = MemorySink(resolved, shared=self._on_device)
         else:
             meta = {"model": self._model, "capture_hash": digest}
             if projection is not None:

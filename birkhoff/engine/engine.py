@@ -1,13 +1,14 @@
 """The engine core: requests in, tokens out, one step at a time.
 
-A step is schedule, run, commit, and with speculation draft; on a GPU a decode step may be launched before its
-predecessor is committed (`run_ahead.py`). The engine has no thread of its own (`request_loop.py`). A step that fails
+A step is schedule, run, commit, and with speculation draft; on a GPU a step may be launched before its predecessor is
+committed (`run_ahead.py`). The engine has no thread of its own (`request_loop.py`). A step that fails
 ends the requests in it with the error; a step that is interrupted is done again.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ class EngineCore(RequestLoop):
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         self._run_ahead: RunAhead | None = None
         self._launched: LaunchedStep | None = None  # runs on the device; its tokens have not been read
+        self._ending: deque[LaunchedStep] = deque()  # the same of prompts whose requests end with that token
         self._own: Runner | None = None  # the runner, if the model is ours
         self._reader: BackgroundReader | None = None  # reads experts while requests are served
         if runner is None:
@@ -179,7 +181,7 @@ class EngineCore(RequestLoop):
     def step(self) -> bool:
         """Schedule, run, commit. Returns False when there was nothing to do.
 
-        A decode step on a GPU may be left running: the next call launches its successor before it commits it."""
+        A step on a GPU may be left running: the next call launches its successor before it commits it."""
         with self._locked():
             launched = self._launched
             self._launched = None
@@ -194,22 +196,36 @@ class EngineCore(RequestLoop):
                         count = len(launched.requests)
                         self.controller.record(count, False, False, count, self._clock() - started)
                 return True
+            if any(request.output_ids for request in self.scheduler.running):
+                self._commit_ending(len(self._ending))  # decoding requests may need their pages
+            ending = len(self._ending)
             chunks = self.scheduler.schedule()
-            if not chunks:
-                return False
-            with self._handling_errors([chunk.request for chunk in chunks]):
-                started = self._clock()
-                num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-                outputs = self._run(chunks)
-                if self._run_ahead is not None and self._run_ahead.accepts(chunks):
-                    self._launched = self._run_ahead.launch(chunks, outputs)
-                    return True
-                speculator = self.speculator
-                pending = None if speculator is None else speculator.launch(chunks, outputs)
-                self._commit(chunks, outputs, pending)
-                if speculator is not None:
-                    self._draft(speculator, chunks, outputs, pending, started, num_tokens)
-            return True
+            if chunks:
+                with self._handling_errors([chunk.request for chunk in chunks]):
+                    self._run_step(chunks)
+            self._commit_ending(ending)  # the device has something to do meanwhile
+            return bool(chunks) or ending > 0
+
+    def _run_step(self, chunks: list[ScheduledChunk]) -> None:
+        """Run scheduled chunks, and commit them unless their tokens can be read later."""
+        started = self._clock()
+        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
+        outputs = self._run(chunks)
+        ahead = self._run_ahead
+        if ahead is not None and ahead.accepts(chunks):
+            self._launched = ahead.launch(chunks, outputs)
+            return
+        if ahead is not None and ahead.ends(chunks):
+            launched = ahead.launch(chunks, outputs)
+            for chunk in chunks:
+                self._advance(chunk)
+            self._ending.append(launched)
+            return
+        speculator = self.speculator
+        pending = None if speculator is None else speculator.launch(chunks, outputs)
+        self._commit(chunks, outputs, pending)
+        if speculator is not None:
+            self._draft(speculator, chunks, outputs, pending, started, num_tokens)
 
     @contextmanager
     def _handling_errors(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -279,8 +295,7 @@ class EngineCore(RequestLoop):
                 )
                 self._verify(chunk, samples)
                 continue
-            request.num_computed_tokens = chunk.stop
-            self._insert_pages(request)
+            self._advance(chunk)
             if output is not None:
                 sampling.append((request, output.logits[0]))
         sampled_tokens = (
@@ -292,6 +307,18 @@ class EngineCore(RequestLoop):
             self._append(request, sampled)
             if request.done:
                 self.scheduler.release(request)
+
+    def _advance(self, chunk: ScheduledChunk) -> None:
+        """Record that the tokens of a chunk are computed."""
+        chunk.request.num_computed_tokens = chunk.stop
+        self._insert_pages(chunk.request)
+
+    def _commit_ending(self, count: int) -> None:
+        """Read the tokens of the first `count` steps of prompts, with which their requests end."""
+        for _ in range(count):
+            step = self._ending.popleft()
+            with self._handling_errors(step.requests):
+                self._commit_launched(step)
 
     def _commit_launched(self, step: LaunchedStep) -> None:
         """Read the tokens of a launched step. Requests that ended meanwhile have no use for theirs."""

@@ -8,6 +8,10 @@ A step runs ahead only if the host decides nothing between two steps: no token m
 waiting request, pages without preemption, and edits and captures that do not depend on the tokens. Otherwise the
 results are read first. Captured rows are delivered after the following step was launched; by then the host knows their
 tokens. The row of a token that was computed too far is discarded with it.
+
+Prompts that want one token, as when their activations are read, have ended with the step that computes them. Nothing
+else depends on that token, so it is read after the next prompts were launched, and what the host does with a prompt's
+rows costs the device no time.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from birkhoff.engine.speculation_controller import SpeculationController
 
 @dataclass(frozen=True, eq=False)
 class LaunchedStep:
-    """A decode step on the device: the position that it computes for each request, and the tokens it samples."""
+    """A step on the device: the last position that it computes for each request, and the tokens it samples."""
 
     requests: list[Request]
     positions: list[int]
@@ -52,12 +56,19 @@ class RunAhead:
             )
         )
 
+    def ends(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether each request that gets a token in this step of prompts ends with it, whichever it is."""
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        return bool(sampling) and all(
+            request.max_tokens == 1 and self.sampler.samples_on_device(request) for request in sampling
+        )
+
     def launch(self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]) -> LaunchedStep:
-        """Start sampling for a step that `accepts`."""
-        requests = [chunk.request for chunk in chunks]
-        logits = [output.logits for output in outputs if output is not None]
-        sample = self.sampler.launch(requests, logits, ahead=0)
-        return LaunchedStep(requests, [chunk.start for chunk in chunks], sample)
+        """Start sampling for a step that `accepts` or `ends`."""
+        sampling = [(chunk, output.logits) for chunk, output in zip(chunks, outputs) if output is not None]
+        requests = [chunk.request for chunk, _ in sampling]
+        sample = self.sampler.launch(requests, [logits for _, logits in sampling], ahead=0)
+        return LaunchedStep(requests, [chunk.stop - 1 for chunk, _ in sampling], sample)
 
     def following(self, step: LaunchedStep) -> LaunchedStep | None:
         """Launch the step after `step`, whose results have not been read; None if they must be read first."""

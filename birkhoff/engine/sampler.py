@@ -63,14 +63,10 @@ class SamplingState:
         self.step = 0  # tokens accepted so far
         self._mask = mask
         self._accepted = list[int]()
-        self._ending = torch.tensor(
-            sorted({*eos_ids, *params.stop_token_ids}), dtype=torch.long, device=device
-        )
-        bias_ids = [token for token, _ in params.logit_bias]
-        self._bias_ids = torch.tensor(bias_ids, dtype=torch.long, device=device)
-        self._biases = torch.tensor(
-            [bias for _, bias in params.logit_bias], dtype=torch.float32, device=device
-        )
+        # Without waiting for the device: a state is made while the prompt is computed.
+        self._ending = to_device(np.array(sorted({*eos_ids, *params.stop_token_ids}), np.int64), device)
+        self._bias_ids = to_device(np.array([token for token, _ in params.logit_bias], np.int64), device)
+        self._biases = to_device(np.array([bias for _, bias in params.logit_bias], np.float32), device)
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         if params.presence_penalty or params.frequency_penalty:

@@ -2,18 +2,18 @@
 
 Before a step, `arm` turns the plans of its spans into row indices per site. If no request captures or edits
 anything in this step it returns None and the step runs with `NoTap`, so an idle engine pays nothing. During the
-step, a captured site is one indexed copy into its staging buffer. Index and staging buffers persist between steps
-and come in a few fixed sizes; an index is padded with a row whose copy is never delivered, so requests change data
-and not shapes. Rows of ragged sites are computed for the captured tokens alone and are kept as they are. After the
-step, `deliver` gives each job its part of the staged rows.
+step, a captured site is one copy of its rows, for all requests; nothing waits for the device. Rows of ragged sites
+are computed for the captured tokens alone and are kept as they are. After the step, `deliver` gives each job its part
+of the copied rows.
 
 Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from
 step to step and is reused; only the tokens (`RowRequest`) are new."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 from weakref import ref
 
@@ -23,12 +23,11 @@ from birkhoff.hooks.capture_buffer import CaptureBuffer
 from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
 from birkhoff.hooks.site_runner import LayerTap, PostMix, RaggedRunner, SiteRunner
 from birkhoff.hooks.sites import BY_NAME
-from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits, bucket
+from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits
 from birkhoff.hooks.tap import NoTap, RowReader, Tap, stack_parts
 
 RowObserver = Callable[[Plan, Job, SiteRows], None]  # called with rows before they are delivered to a job
 RowSource = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # rows of a request on the host, by its index
-SENTINEL = 0  # the row that padding reads; its copies are never delivered
 
 
 class RowRequest(NamedTuple):
@@ -55,7 +54,29 @@ class CaptureSite:
         self.key = key
         self.after = after
         self.rows: list[int] = []
-        self.index: torch.Tensor | None = None
+        self._on_device: torch.Tensor | None = None
+
+    def copy(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of the site in memory of their own."""
+        first, count = self.rows[0], len(self.rows)
+        if self._consecutive:
+            rows = [part[first : first + count] for part in parts]
+            return (
+                stack_parts(*rows) if len(rows) > 1 else rows[0].clone(memory_format=torch.contiguous_format)
+            )
+        return stack_parts(*(part.index_select(0, self._index(part.device)) for part in parts))
+
+    @cached_property
+    def _consecutive(self) -> bool:
+        """Whether the rows follow each other, as those of prompts that are captured as a whole do."""
+        return self.rows == list(range(self.rows[0], self.rows[0] + len(self.rows)))
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        """The rows on a device; the copy to a GPU is from pinned memory and does not wait for it."""
+        if self._on_device is None:
+            index = torch.tensor(self.rows, pin_memory=device.type == "cuda")
+            self._on_device = index.to(device, non_blocking=True)
+        return self._on_device
 
 
 class CaptureLayout:
@@ -89,70 +110,31 @@ class CaptureLayout:
 
 
 class StepStaging:
-    """Index and staging buffers that persist between steps. Each site has two staging buffers, so that one can be read
-    while the other is filled."""
+    """What persists between steps: the builder of edits, and the last layout and tap, which are reused where they
+    fit."""
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self.device = torch.device(device)
-        self._turn = 0
-        self.edit_builder = StepEditBuilder(self.device)
+        self.edit_builder = StepEditBuilder(torch.device(device))
         self.last_edit_tap: BatchTap | None = (
             None  # the last tap, if it captured nothing: reused while edits stay
         )
         self._layout = CaptureLayout(())
-        self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
-        self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}
 
     def layout(self, requests: Sequence[RowRequest]) -> CaptureLayout:
         if not self._layout.fits(requests):
             self._layout = CaptureLayout(requests)
         return self._layout
 
-    def next_turn(self) -> None:
-        self._turn = 1 - self._turn
-
-    def index(self, site: CaptureSite) -> torch.Tensor:
-        size = bucket(len(site.rows))
-        name = (site.key, site.after, size)
-        if name not in self._index:
-            self._index[name] = torch.full((size,), SENTINEL, dtype=torch.long, device=self.device)
-        index = self._index[name]
-        index.copy_(torch.tensor(site.rows + [SENTINEL] * (size - len(site.rows))))
-        return index
-
-    def copy(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy the indexed rows of a site into its buffer of this turn and return the buffer."""
-        if site.index is None:
-            site.index = self.index(site)
-        index = site.index
-        stacked = stack_parts(*(part.index_select(0, index) for part in parts)) if len(parts) > 1 else None
-        shape = stacked.shape if stacked is not None else (len(index), *parts[0].shape[1:])
-        dtype = stacked.dtype if stacked is not None else parts[0].dtype
-        name = (site.key, site.after, len(index), self._turn)
-        buffer = self._rows.get(name)
-        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
-            buffer = self._rows[name] = torch.empty(shape, dtype=dtype, device=parts[0].device)
-        if stacked is not None:
-            return buffer.copy_(stacked)
-        return torch.index_select(parts[0], 0, index, out=buffer)
-
 
 class BatchTap(NoTap):
     """The captures and edits of one step. The model gets its layers' taps from `at`."""
 
-    def __init__(
-        self,
-        staging: StepStaging,
-        layout: CaptureLayout,
-        requests: Sequence[RowRequest],
-        edits: StepEdits | None,
-    ):
-        self._staging = staging
+    def __init__(self, layout: CaptureLayout, requests: Sequence[RowRequest], edits: StepEdits | None):
         self.layout = layout
         self.requests = requests
         self.edits = edits
-        self._staged: dict[CaptureSite, torch.Tensor] = {}
-        self._copies: dict[tuple[CaptureSite, bool], torch.Tensor] = {}
+        self._staged: dict[CaptureSite, torch.Tensor] = {}  # on the device
+        self._on_host: dict[CaptureSite, torch.Tensor] = {}
         self._ragged: dict[CaptureSite, list[torch.Tensor]] = {}  # for each captured token, its rows
         self._source: RowSource | None = None
         self._layers: dict[int, Tap] | None = None
@@ -185,17 +167,17 @@ class BatchTap(NoTap):
             else:
                 runner.before = partial(self._stage, site)
         post_mix = PostMix()
-        layers: dict[int, LayerTap] = {}
+        layers: defaultdict[int, LayerTap] = defaultdict(lambda: LayerTap(post_mix, edits is not None))
         for (hook, layer), runner in runners.items():
-            layers.setdefault(layer, LayerTap(post_mix)).sites[BY_NAME[hook].id] = runner
+            layers[layer].sites[BY_NAME[hook].id] = runner
         for (hook, layer), reader in ragged.items():
-            layers.setdefault(layer, LayerTap(post_mix)).ragged_sites[BY_NAME[hook].id] = reader
+            layers[layer].ragged_sites[BY_NAME[hook].id] = reader
         if edits is not None and edits.needs_post:
             self._default = LayerTap(post_mix)  # every layer's write-out weights are recorded
         return {**layers}
 
     def _stage(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> None:
-        self._staged[site] = self._staging.copy(site, parts)
+        self._staged[site] = site.copy(parts)
 
     def _read_with(self, runner: RaggedRunner, site: CaptureSite) -> None:
         def capture(reader: RowReader) -> None:
@@ -270,16 +252,14 @@ class BatchTap(NoTap):
         on_device = _on_device(self.requests[index].job)
         for site, first in self.layout.sites_of[index]:
             if site in self._staged:
-                yield site.key, self.copied(site, on_device)[first : first + count]
+                rows = self._staged[site] if on_device else self.on_host(site)
+                yield site.key, rows[first : first + count]
 
-    def copied(self, site: CaptureSite, on_device: bool = False) -> torch.Tensor:
-        """The staged rows of a site, copied once for all jobs: to the host, or on the device for those that read rows
-        there."""
-        key = site, on_device
-        if key not in self._copies:
-            rows = self._staged[site][: len(site.rows)]
-            self._copies[key] = rows.clone() if on_device else rows.to("cpu", copy=True)
-        return self._copies[key]
+    def on_host(self, site: CaptureSite) -> torch.Tensor:
+        """The captured rows of a site, copied to the host once for all jobs."""
+        if site not in self._on_host:
+            self._on_host[site] = self._staged[site].cpu()
+        return self._on_host[site]
 
 
 def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None) -> BatchTap | None:
@@ -291,8 +271,7 @@ def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None
             return None
         if staging.last_edit_tap is not None and staging.last_edit_tap.edits is edits:
             return staging.last_edit_tap
-    staging.next_turn()
-    tap = BatchTap(staging, staging.layout(requests), requests, edits)
+    tap = BatchTap(staging.layout(requests), requests, edits)
     staging.last_edit_tap = None if requests else tap
     return tap
 

@@ -7,7 +7,7 @@ here imports an engine."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +59,9 @@ class SiteRows:
         first = parts[0]
         for part in parts:
             part.wait()
+        if len(parts) == 1:
+            scale = None if first.scale is None else first.scale.clone()
+            return replace(first, tensor=first.tensor.clone(), scale=scale)
         scales = [part.scale for part in parts if part.scale is not None]
         return SiteRows(
             first.hook,

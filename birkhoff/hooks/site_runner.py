@@ -13,13 +13,27 @@ import torch
 from birkhoff.hooks.attention_change import RowChanges
 from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, Routing, SiteContext
 from birkhoff.hooks.key_rules import KeyRules, key_rules
-from birkhoff.hooks.sites import ATTN_WEIGHTS, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.sites import (
+    ATTN_WEIGHTS,
+    FINAL_HIDDEN,
+    MHC_ATTN_POST_MIX,
+    MHC_FFN_POST_MIX,
+    MHC_HEAD_MIX,
+    MHC_STREAMS_FINAL,
+    MHC_STREAMS_PRE_ATTN,
+    MHC_STREAMS_PRE_MLP,
+    Site,
+)
 from birkhoff.hooks.tap import Reads, RowReader, TensorPair, split_parts, stack_parts
 
 Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
 RaggedCapture = Callable[[RowReader], None]  # takes a function that computes the rows of tokens
 Stages = Callable[[ExcludedPath], Sequence[EditStage]]
 POST_MIX_SITES = (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id)
+STREAM_SITES = frozenset(
+    site.id
+    for site in (MHC_STREAMS_PRE_ATTN, MHC_STREAMS_PRE_MLP, MHC_STREAMS_FINAL, MHC_HEAD_MIX, FINAL_HIDDEN)
+)  # between the sublayers of a layer, or after the last one
 
 
 class PostMix:
@@ -115,16 +129,22 @@ class RaggedRunner:
 
 
 class LayerTap:
-    """The tap of one layer: a runner for each site where something happens."""
+    """The tap of one layer: a runner for each site where something happens. `edited_step`: some layer of the step is
+    edited or probed."""
 
-    def __init__(self, post_mix: PostMix):
+    def __init__(self, post_mix: PostMix, edited_step: bool = True):
         self._post_mix = post_mix
+        self.edited_step = edited_step
         self.sites: dict[int, SiteRunner] = {}  # by site id
         self.ragged_sites: dict[int, RaggedRunner] = {}
 
     @property
     def ragged(self) -> bool:
         return bool(self.ragged_sites)
+
+    @property
+    def streams_only(self) -> bool:
+        return not self.edited_step and not self.ragged_sites and self.sites.keys() <= STREAM_SITES
 
     def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
         runner = self.ragged_sites.get(site.id)

@@ -43,6 +43,11 @@ Part = Callable[[Site, int, torch.Tensor], TensorPair | None]
 class Tap(Protocol):
     @property
     def ragged(self) -> bool: ...
+    @property
+    def streams_only(self) -> bool:
+        """Whether nothing is edited, and nothing captured inside the sublayers of a layer."""
+        ...
+
     def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None: ...
     def changes(self, site: Site) -> RowChanges: ...
     def rules(self, rows: int, heads: int, ratio: int) -> KeyRules | None: ...
@@ -67,6 +72,10 @@ class NoTap:
     """Captures and edits nothing."""
 
     ragged = False
+
+    @property
+    def streams_only(self) -> bool:
+        return type(self) is NoTap  # subclasses do something
 
     def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
         pass
@@ -134,6 +143,8 @@ class EagerTap(NoTap):
 
 class RecordingTap:
     """Calls `seen(site, layer, tensor)` at every site but ragged ones with the unedited tensor, then the tap inside."""
+
+    streams_only = False
 
     def __init__(self, inner: Tap, seen: Seen, layer: int = -1):
         self._inner = inner

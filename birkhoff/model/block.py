@@ -41,8 +41,8 @@ class Block(nn.Module):
         self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor:
         """streams [n, m, d] -> [n, m, d]."""
-        if type(tap) is NoTap and self.hc_attn.reads_input:
-            return self._forward_idle(streams, batch, phases, state)
+        if tap.streams_only and self.hc_attn.reads_input:
+            return self._forward_fused(streams, batch, phases, state, tap)
         seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams, self.hc_attn.weights)  # read, carried
         u, pre, post, mix = self.hc_attn.read(seen)  # [n, d], [n, m], [n, m], [n, m, m]
         u = self.hc_attn.reread(seen, u, pre, tap(sites.MHC_ATTN_PRE_MIX, pre))
@@ -61,12 +61,15 @@ class Block(nn.Module):
         y = tap(sites.MLP_OUT, self.ffn(self.ffn_norm(u), batch, tap))
         return self.hc_ffn.write(streams, y, post, mix)
 
-    def _forward_idle(
-        self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh
+    def _forward_fused(
+        self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor:
-        """`forward` without a tap, by kernels that normalise the input of a sublayer where it is read."""
+        """`forward` if at most streams are captured, by kernels that normalise the input of a sublayer where it is
+        read."""
+        tap.see(sites.MHC_STREAMS_PRE_ATTN, streams)
         x, post, mix = self.hc_attn.read_input(streams, self.attn_norm)
         streams = self.hc_attn.write(streams, self.attn(x, batch, phases, state), post, mix)
+        tap.see(sites.MHC_STREAMS_PRE_MLP, streams)
         x, post, mix = self.hc_ffn.read_input(streams, self.ffn_norm, self.ffn.experts.inner)
         return self.hc_ffn.write(streams, self.ffn(x, batch, _NO_TAP), post, mix)
 

@@ -43,7 +43,8 @@ def check_ids(token_ids: Any, config: ModelConfig) -> list[int]:
     ids, last = _as_list(token_ids), config.vocab_size - 1
     if not ids:
         raise PromptError("the list of token ids is empty. Pass at least one id.")
-    for index, token in enumerate(ids):
+    plain = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last  # one by one is slow
+    for index, token in enumerate(() if plain else ids):
         value = as_int(token)
         if value is None:
             raise TokenError(

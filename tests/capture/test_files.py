@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +248,7 @@ def test_a_long_capture_waits_longer_between_entries(quick_path):
             atomic=True,
             coalesce_bytes=20_000,
             fd_cache_size=4,
+            pool=ThreadPoolExecutor(1),
         )
         file.num_entries = num_entries
         state = RequestState(CaptureRequest("a", "a", "run"), "packed")

@@ -293,3 +293,63 @@ def test_an_interrupt_delivers_no_row_of_a_token_that_was_never_read(model, monk
     while core.step():
         pass
     assert [one.output_ids] == expected and results([one]) == results(plain)
+
+
+def prompts_alone() -> list[Request]:
+    """Prompts read for their rows or their next token alone, among which one request goes on."""
+    return [
+        watched(5, 1, Plan(jobs=(Rows(),))),
+        request(11, 1, logprobs=2),
+        watched(23, 1, Plan(jobs=(Rows(),))),
+        request(31, 1, repetition_penalty=1.2),
+        request(40, 2),
+    ]
+
+
+def test_the_token_of_a_prompt_is_read_after_the_next_prompt_was_launched(model):
+    plain, ahead = prompts_alone(), prompts_alone()
+    expected = run(make_core(model, ahead=False, max_batch_tokens=3), plain)
+    core = make_core(model, max_batch_tokens=3)
+    core.submit(*ahead)
+    core.step()
+    assert len(core._ending) == 1 and not ahead[0].done
+    core.step()
+    assert ahead[0].done and not ahead[1].done, "the second prompt runs while the first one is read"
+    while core.step():
+        assert len(core._ending) <= 1
+    assert not core._ending and core.scheduler.slots.num_free == 3
+    assert [each.output_ids for each in ahead] == expected and results(ahead) == results(plain)
+    for ours, theirs in zip((ahead[0], ahead[2]), (plain[0], plain[2])):
+        for rows, others in zip(ours.plan.jobs[0].tensors, theirs.plan.jobs[0].tensors, strict=True):
+            assert torch.equal(rows, others)
+
+
+@pytest.mark.parametrize("kind", [None, ValueError, KeyboardInterrupt])
+def test_prompts_end_as_they_should_when_the_next_step_is_cancelled_or_fails(model, kind, monkeypatch):
+    expected = run(make_core(model, ahead=False), [request(5, 1), request(11, 1)])
+    core = make_core(model, max_batch_tokens=3)
+    first, second, third = request(5, 1), request(11, 1), request(20, 1)
+    core.submit(first, second, third)
+    core.step()
+    compute = core.runner._compute
+
+    def fail(*arguments):
+        monkeypatch.setattr(core.runner, "_compute", compute)
+        raise kind("stopped")
+
+    if kind is None:
+        core.cancel(first)
+    else:
+        monkeypatch.setattr(core.runner, "_compute", fail)
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    while core.step():
+        pass
+    assert first.finish_reason == ("cancelled" if kind is None else "length")
+    assert second.finish_reason == ("error" if kind is ValueError else "length")
+    done = [each for each in (first, second) if each.finish_reason == "length"]
+    assert [each.output_ids for each in done] == [
+        ids for ids, each in zip(expected, (first, second)) if each in done
+    ]
+    assert third.finish_reason == "length" and core.scheduler.slots.num_free == 3 and not core._ending

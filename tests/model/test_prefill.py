@@ -9,10 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from birkhoff.hooks.tap import EagerTap
+from birkhoff.hooks.batch_tap import StepStaging, arm
+from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels.mhc import reference as plain
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
@@ -208,3 +211,50 @@ def test_experts_in_host_memory_are_read_in_waves_with_identical_bits(rows):
         assert store.any_cold(0) == (share < 1)
         assert torch.equal(actual(x, ids, weights), true)
         assert not any(cached.refcount for cached in store._cached.values()), "every copy was released"
+
+
+class StreamRows:
+    """A job that takes the streams of a model of one layer, at some tokens."""
+
+    keys = (("mhc_streams_pre_attn", 0), ("mhc_streams_pre_mlp", 0))
+    after, on_device = False, True
+
+    def __init__(self, offsets: list[int]):
+        self.selected = offsets
+        self.rows: dict = {}
+
+    def offsets(self, start, token_ids, prompt_len):
+        return self.selected
+
+    def deliver(self, rows) -> None:
+        self.rows[rows.hook, rows.layer] = rows
+
+
+@torch.inference_mode()
+def test_capturing_the_streams_of_a_prompt_changes_no_bit_of_it(monkeypatch):
+    """Layers whose streams alone are captured run the kernels of layers that are not looked at."""
+    config = variant(
+        compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, hc_sinkhorn_iters=scaled(20, 1)
+    )
+    model = with_kernels(packed_model(config), "triton")
+    tokens = random_tokens(config, 3)
+
+    def streams(tap):
+        state = State.contiguous(config, 1, 32, device=DEVICE, dtype=model.numerics.dtype)
+        return model.run(Batch.of([SequenceChunk(0, 0, tokens)], DEVICE), state, tap)[1]
+
+    sites: dict = {}
+    streams(EagerTap(lambda site, layer, x: sites.update({(site.name, layer): x.clone()})))
+    expected = streams(NoTap())
+    monkeypatch.setattr(Block, "forward", None)  # what is left of a layer is its fused form
+    monkeypatch.setattr(Block, "__call__", Block._forward_fused)
+    for offsets in ([0, 1, 2], [0, 2]):  # a run of rows, and scattered ones
+        job = StreamRows(offsets)
+        tap = arm(StepStaging(DEVICE), [Span(Plan(jobs=(job,)), 0, 0, tokens.tolist(), 3)], 3)
+        assert tap.at(0).streams_only
+        assert torch.equal(streams(tap), expected)
+        tap.deliver()
+        assert job.rows.keys() == set(job.keys)
+        for key, rows in job.rows.items():
+            assert rows.positions == tuple(offsets)
+            torch.testing.assert_close(rows.tensor, sites[key][offsets], rtol=2e-2, atol=2e-2)

@@ -13,10 +13,10 @@ other consumers or requests.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -49,21 +49,22 @@ class Counters:
 
 
 @dataclass(eq=False)
-class _OpenRequest:
-    """One request in one queue."""
-
-    promise: Future[CaptureResult] = field(default_factory=Future)
-    dropped_rows: int = 0
-    lost_rows: int = 0  # left the queue after the consumer had failed
-    error: str | None = None
-
-
-@dataclass(eq=False)
 class _ThreadQueue:
     """Items for one thread, with its own condition: waking other threads would cost the engine time."""
 
     ready: threading.Condition
     items: deque[tuple[str, Item]] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class _OpenRequest:
+    """One request in one queue; `thread` delivers its items."""
+
+    thread: _ThreadQueue
+    promise: Future[CaptureResult] = field(default_factory=Future)
+    dropped_rows: int = 0
+    lost_rows: int = 0  # left the queue after the consumer had failed
+    error: str | None = None
 
 
 class ConsumerQueue:
@@ -91,6 +92,7 @@ class ConsumerQueue:
         self._open_requests: dict[str, _OpenRequest] = {}
         self.results = Results(kept_results)
         self._queues = [_ThreadQueue(threading.Condition(self._lock)) for _ in range(consumer.writer_threads)]
+        self._turns = itertools.cycle(self._queues)
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"capture-{name}-{number}", daemon=True)
             for number, queue in enumerate(self._queues)
@@ -100,7 +102,7 @@ class ConsumerQueue:
 
     def begin(self, request: CaptureRequest) -> None:
         with self._lock:
-            open_request = self._open_requests[request.key] = _OpenRequest()
+            open_request = self._open_requests[request.key] = _OpenRequest(next(self._turns))
             self.results.put(request.key, open_request.promise)
             self._append(request.key, request)
 
@@ -165,7 +167,7 @@ class ConsumerQueue:
 
     def _append(self, key: str, item: Item) -> None:
         self._in_memory += isinstance(item, Chunk)
-        queue = self._queues[zlib.crc32(key.encode("utf-8", "surrogatepass")) % len(self._queues)]
+        queue = self._open_requests[key].thread
         queue.items.append((key, item))
         queue.ready.notify()
 

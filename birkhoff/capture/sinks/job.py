@@ -120,12 +120,14 @@ class CaptureJob:
 
 
 class MemorySink:
-    """Keeps rows in memory until the caller reads them as `Acts`."""
+    """Keeps rows in memory until the caller reads them as `Acts`: in memory of their own, or with `shared`, for readers
+    that copy them at once, beside those of other requests where they come from one step."""
 
     in_memory = True
 
-    def __init__(self, resolved: ResolvedCapture):
+    def __init__(self, resolved: ResolvedCapture, shared: bool = False):
         self._resolved = resolved
+        self._shared = shared
         self._parts: dict[Address, list[SiteRows]] = {}
         self.missing: list[int] = []
         self.error: str | None = None
@@ -152,5 +154,8 @@ class MemorySink:
         """The rows. Raises if the capture failed: an incomplete set would look like a complete one."""
         if self.error is not None:
             raise CaptureError(f"{self._resolved.consumer}: {self.error}")
-        rows = {key: SiteRows.concatenate(parts) for key, parts in self._parts.items()}
+        rows = {
+            key: parts[0] if self._shared and len(parts) == 1 else SiteRows.concatenate(parts)
+            for key, parts in self._parts.items()
+        }
         return Acts(self._resolved, rows, self.missing)

@@ -14,10 +14,10 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from birkhoff.capture.sinks.chunk import PHASES, Chunk, plain_ints
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest, CaptureResult
@@ -27,10 +27,12 @@ from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, POISON, SIDECA
 from birkhoff.errors import CaptureWriteError
 from birkhoff.hooks.sites import BY_NAME
 
+T = TypeVar("T")
 _MATRICES = frozenset(name for name, site in BY_NAME.items() if site.shape == "mm")
 MAX_ENTRY_ROWS = 1 << 16  # limits the size of a journal line and of a reader's unit of work
 MAX_ENTRIES = 1 << 20  # of one packed file: the readers' limit
 MAX_PATIENCE = 64 << 20
+POOLED_BYTES = 1 << 20  # of an entry whose checksums are worth another thread
 ROW_OVERHEAD, CHUNK_OVERHEAD = 64, 1024  # approximate memory of buffered labels
 
 
@@ -70,8 +72,24 @@ class _Payload:
         self.sum = 0
 
 
+@dataclass(eq=False)
+class _Entry:
+    """Rows of one request, hook and layer at their place in a payload."""
+
+    state: RequestState
+    layer: int
+    hook: str
+    run: list[Chunk]
+    payload: _Payload
+    offset: int
+    pieces: list[memoryview]
+    nbytes: int
+    crc32: Future[int]
+
+
 class OpenFile:
-    """`header` is the first line of the journal; `directory` is relative to `root`."""
+    """`header` is the first line of the journal; `directory` is relative to `root`. Checksums of large entries are
+    computed in `pool`, beside the writing."""
 
     def __init__(
         self,
@@ -85,8 +103,10 @@ class OpenFile:
         atomic: bool,
         coalesce_bytes: int,
         fd_cache_size: int,
+        pool: Executor,
     ):
         self._disk = disk
+        self._pool = pool
         self._sync = sync
         self._atomic = atomic
         self._coalesce = coalesce_bytes
@@ -184,12 +204,18 @@ class OpenFile:
         with self.lock:
             self._refuse_if_poisoned()
             try:
-                batch: list[tuple[_Payload, memoryview]] = []
-                for (state, layer, hook), chunks in self._waiting.items():
-                    for run in _runs(chunks):
-                        self._enter(state, layer, hook, run, batch)
-                self._write(batch)
+                entries = [
+                    self._place(state, layer, hook, run)
+                    for (state, layer, hook), chunks in self._waiting.items()
+                    for run in _runs(chunks)
+                ]
+                hashed = self._hash(entries)
+                self._write([(entry.payload, piece) for entry in entries for piece in entry.pieces])
+                for entry in entries:
+                    self._enter(entry)
                 self._journal.flush()
+                for each in hashed:
+                    each.result()
             except Exception as error:
                 self.poison(error)
                 raise
@@ -255,15 +281,8 @@ class OpenFile:
         if self.error is not None:
             raise CaptureWriteError(f"{self.relative}/{self.stem} failed earlier ({self.error}).")
 
-    def _enter(
-        self,
-        state: RequestState,
-        layer: int,
-        hook: str,
-        run: list[Chunk],
-        batch: list[tuple[_Payload, memoryview]],
-    ) -> None:
-        """Add one entry: its bytes to the batch, its line to the journal, its checksums to the request."""
+    def _place(self, state: RequestState, layer: int, hook: str, run: list[Chunk]) -> _Entry:
+        """Choose the place of an entry and begin with its checksum."""
         if self.num_entries >= MAX_ENTRIES:
             raise CaptureWriteError(
                 f"{self.relative}/{self.stem} has {MAX_ENTRIES} entries, as many as readers take. Use the sharded "
@@ -271,39 +290,57 @@ class OpenFile:
             )
         payload = self._payload(per_file_stem(layer, hook) if self.layout == "per_file" else self.stem)
         pieces = [chunk.data() for chunk in run]
-        rows = sum(chunk.num_rows for chunk in run)
         nbytes = sum(map(len, pieces))
+        crc = self._start(nbytes, _crc32, pieces)
+        entry = _Entry(state, layer, hook, run, payload, payload.size, pieces, nbytes, crc)
+        payload.size += nbytes
+        self.num_entries += 1
+        return entry
+
+    def _hash(self, entries: list[_Entry]) -> list[Future[None]]:
+        """Add the bytes of the entries to the running sums of their requests."""
+        pieces: dict[tuple[RequestState, str], list[memoryview]] = {}
+        for entry in entries:
+            pieces.setdefault((entry.state, entry.payload.relative), []).extend(entry.pieces)
+        return [
+            self._start(sum(map(len, each)), _update, state.sums.setdefault(path, hashlib.sha256()), each)
+            for (state, path), each in pieces.items()
+        ]
+
+    def _start(self, nbytes: int, work: Callable[..., T], *given: Any) -> Future[T]:
+        """`work` beside the writing of its bytes; at once if there are few."""
+        if nbytes >= POOLED_BYTES:
+            return self._pool.submit(work, *given)
+        done: Future[T] = Future()
+        done.set_result(work(*given))
+        return done
+
+    def _enter(self, entry: _Entry) -> None:
+        """Add the line of an entry to the journal."""
+        state, run, payload = entry.state, entry.run, entry.payload
+        rows = sum(chunk.num_rows for chunk in run)
         first = run[0]
-        running = state.sums.setdefault(payload.relative, hashlib.sha256())
-        total = 0
-        for piece in pieces:
-            total = zlib.crc32(piece, total)
-            if self.layout == "per_file":
-                payload.sum = zlib.crc32(piece, payload.sum)
-            running.update(piece)
-            batch.append((payload, piece))
-        entry: dict[str, Any] = {
-            "layer": layer,
-            "hook": hook,
-            "offset": payload.size,
-            "nbytes": nbytes,
+        line: dict[str, Any] = {
+            "layer": entry.layer,
+            "hook": entry.hook,
+            "offset": entry.offset,
+            "nbytes": entry.nbytes,
             "shape": [rows, first.width],
             "dtype": first.dtype,
             **_labels(run),
             "row_offset": first.row_offset,
             "steps": [first.step_index, run[-1].last_step],
-            "crc32": total,
+            "crc32": entry.crc32.result(),
         }
         if self.layout == "sharded":
-            entry["request_id"] = state.request.request_id
+            line["request_id"] = state.request.request_id
         if self.layout == "per_file":
-            entry |= {"file": per_file_stem(layer, hook), "file_crc32": payload.sum}
-        self._journal.add("entry", entry)
-        payload.size += nbytes
-        self.num_entries += 1
+            payload.sum = _crc32(entry.pieces, payload.sum)
+            line |= {"file": per_file_stem(entry.layer, entry.hook), "file_crc32": payload.sum}
+        self._journal.add("entry", line)
         state.rows += rows
-        state.nbytes += nbytes
-        state.keys.add((layer, hook))
+        state.nbytes += entry.nbytes
+        state.keys.add((entry.layer, entry.hook))
 
     def _write(self, batch: list[tuple[_Payload, memoryview]]) -> None:
         """Write pieces at the offsets chosen by `_enter`; adjacent pieces are written in one call."""
@@ -355,6 +392,17 @@ class OpenFile:
         self._cached[payload.path] = payload
         self._cached.move_to_end(payload.path)
         return payload.file
+
+
+def _crc32(pieces: list[memoryview], total: int = 0) -> int:
+    for piece in pieces:
+        total = zlib.crc32(piece, total)
+    return total
+
+
+def _update(running: hashlib._Hash, pieces: list[memoryview]) -> None:
+    for piece in pieces:
+        running.update(piece)
 
 
 def _runs(chunks: list[Chunk]) -> list[list[Chunk]]:

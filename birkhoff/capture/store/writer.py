@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,7 @@ class CaptureWriter:
             self.repaired: RepairReport | None = None
             if self._lock.dirty:
                 self.repaired = repair_held(self.root, self._disk, self._stage, options.fsync)
+            self._pool = ThreadPoolExecutor(2 * options.writer_threads, "capture-sums")  # threads as needed
             self._states: dict[str, RequestState] = {}
             self._states_lock = threading.Lock()
             self._places = PathAllocator(self._disk, self.root, options.on_collision, self._stage)
@@ -155,6 +156,7 @@ class CaptureWriter:
             self._committer.submit(CommitTask(state=state))
         self.seal()
         self._committer.close()
+        self._pool.shutdown()
         self._committer.retry_unsealed()
         self._lock.release(clean=not self._committer.unsealed and not self._committer.left_behind)
 
@@ -256,6 +258,7 @@ class CaptureWriter:
             atomic=atomic,
             coalesce_bytes=options.coalesce_max_bytes,
             fd_cache_size=options.fd_cache_size,
+            pool=self._pool,
         )
 
     def _settle(self, state: RequestState) -> None:

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 METHODS = ("gradient", "integrated", "inputs", "exact")
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "sublayers": ("post_attn", "mlp_out"),
+    "sublayers": ("attn_out", "post_attn", "mlp_out"),
     "streams": ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final"),
     "mixers": ("mhc_attn_res_mix", "mhc_ffn_res_mix"),
-    "heads": ("attn_head_out",),
+    "heads": ("attn_head_out", "attn_z"),
 }
 MAX_BATCH_TOKENS = 2048
 EXPERTS = "experts"
@@ -205,7 +205,8 @@ def compare_texts(
             end = theirs[key]
         else:
             end = mean_row(value) if baseline == "mean" else torch.zeros_like(value)
-        nodes.append(SiteNodes(key, engine.schema[key[0]].axes, value, end))
+        heads = getattr(engine.config, "num_attention_heads", 1)
+        nodes.append(SiteNodes(key, engine.schema[key[0]].axes, value, end, heads))
     for key in experts:
         parts = expert_parts(engine.v4_model, key[1], values)
         their_parts = None if theirs is None else expert_parts(engine.v4_model, key[1], theirs)
@@ -245,7 +246,7 @@ def score_nodes(passes: TextPasses, compared: ComparedTexts, method: str, steps:
             nodes.scores(_mean_gradients(passes, [nodes.key], nodes.key, nodes.end, steps)[nodes.key])
             for nodes in compared.nodes
         ]
-    return [compared.value - _removed_metrics(passes, nodes) for nodes in compared.nodes]
+    return [compared.value - _ablated_metrics(passes, nodes) for nodes in compared.nodes]
 
 
 def _mean_gradients(
@@ -266,16 +267,13 @@ def _mean_gradients(
     return total
 
 
-def _removed_metrics(passes: TextPasses, nodes: Nodes) -> torch.Tensor:
-    """The metric after removing each node by itself, [N]."""
+def _ablated_metrics(passes: TextPasses, nodes: Nodes) -> torch.Tensor:
+    """The metric with each node by itself at its baseline, [N]."""
     found = []
     for chosen in torch.arange(len(nodes.index)).split(passes.copies):
-        rows = torch.arange(len(chosen)) * len(passes.ids) + nodes.index[chosen, 0]
 
-        def without(
-            x: torch.Tensor, chosen: torch.Tensor = chosen, rows: torch.Tensor = rows
-        ) -> torch.Tensor:
-            return x.index_add(0, rows.to(x.device), -nodes.removed(chosen).to(x.dtype))
+        def without(x: torch.Tensor, chosen: torch.Tensor = chosen) -> torch.Tensor:
+            return nodes.ablated(x, chosen, torch.arange(len(chosen)))
 
         found.append(passes.metrics(len(chosen), {nodes.key: without}))
     return torch.cat(found) if found else torch.zeros(0)
@@ -336,6 +334,8 @@ def _targets(
 def _hooks_of(engine: Engine, name: str) -> list[str]:
     if name in GROUPS:
         hooks = [hook for hook in GROUPS[name] if hook in engine.schema]
+        if "attn_out" in hooks and "post_attn" in hooks:  # there the latter is the residual, not an output
+            hooks.remove("post_attn")
         if hooks:
             return hooks
         raise OptionError(f"over is {name!r}, and this model has none of {', '.join(GROUPS[name])}.")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ROW, LEFT, COLUMN, FOOT = 18, 84, 100, 24
 MAX_TEXT = 13
 STREAMS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart with any colour vision
+ATTENTION = ("mhc_streams_pre_attn", "pre_attn", "attn_head_out", "attn_z", "attn_out", "post_attn")
 INK, SOFT, AGAINST = "#20242c", "#5c6370", "#b3541e"
 
 
@@ -35,7 +36,7 @@ def circuit_svg(circuit: Circuit) -> str:
     def row_of(hook: str, layer: int) -> int:
         if hook in ("embedding", "output"):
             return 0 if hook == "embedding" else len(rows) - 1
-        return 1 + 2 * layer + (hook not in ("post_attn", "attn_head_out", "mhc_streams_pre_attn"))
+        return 1 + 2 * layer + (hook not in ATTENTION)
 
     def height_of(row: int) -> float:
         return (len(rows) - row - 0.5) * ROW

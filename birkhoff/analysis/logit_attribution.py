@@ -57,7 +57,8 @@ class LogitAttribution:
     by the stream they were written to. `rest` [streams]: what no sublayer wrote: rounding, biases, edits. `heads`
     [layers, heads]: the terms of the attention sublayers by head, all streams together. `routed`: for each layer the
     terms of the chosen experts by id, and of the shared expert under "shared". `heads` and `routed` are None where the
-    model does not show them."""
+    model does not show them. `mlp` is the name of the sublayers after attention: "experts" or, in dense models, "mlp".
+    """
 
     logit: float
     tokens: tuple[int, ...]
@@ -70,6 +71,7 @@ class LogitAttribution:
     routed: list[dict[int | str, float]] | None
     names: tuple[str, ...]
     missing: dict[str, str]
+    mlp: str = "experts"
 
     @property
     def total(self) -> float:
@@ -102,9 +104,9 @@ class LogitAttribution:
             if unit == "expert" and self.routed is not None:
                 routed = self.routed[layer]
                 terms |= {f"expert[{layer}, {expert}]": value for expert, value in routed.items()}
-                terms[f"experts[{layer}] rest"] = experts - sum(routed.values())
+                terms[f"{self.mlp}[{layer}] rest"] = experts - sum(routed.values())
             else:
-                terms[f"experts[{layer}]"] = experts
+                terms[f"{self.mlp}[{layer}]"] = experts
         terms["rest"] = float(self.rest.sum())
         return terms
 
@@ -266,6 +268,8 @@ def _ordinary_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int])
     rest = torch.tensor([logit - float(embedding + attention.sum() + experts.sum())], dtype=torch.float64)
     reason = (
         f"the experts of {engine.name} run inside one module of Transformers and are not visible one by one."
+        if model.family.moe
+        else f"{engine.name} has no experts. Attribute by sublayer."
     )
     missing = {"expert": reason}
     heads = None
@@ -287,6 +291,7 @@ def _ordinary_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int])
         "heads": heads,
         "routed": None,
         "missing": missing,
+        "mlp": "experts" if model.family.moe else "mlp",
     }
 
 

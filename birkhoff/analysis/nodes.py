@@ -4,8 +4,8 @@
     ExpertNodes    what one routed expert adds to `mlp_out`
     FeatureNodes   what one active feature of a dictionary adds to its site
 
-A node is removed by moving its part of the tensor to the baseline: zeros, the mean over the text, or the same part in
-a run of another text. `removed` is that difference; summed over all nodes of a site it leads from the tensor to `end`.
+A node is ablated by moving its part of the tensor to the baseline: zeros, the mean over the text, or the same part in
+a run of another text. With all nodes of a site ablated the tensor is `end`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.row_norm import normalize_rows
 from birkhoff.sae.views import Units, View
 
-_REDUCED = ("hidden", "channel", "head_and_channel")  # axes of a row whose numbers are one node together
+_REDUCED = ("hidden", "channel")  # axes of a row whose numbers are one node together
 CHUNK = 4096  # nodes of a dictionary scored at a time
 
 
@@ -37,38 +37,39 @@ class Nodes(Protocol):
         """[N]: gradient [T, *row_shape] times what removing the node takes away."""
         ...
 
-    def removed(self, chosen: torch.Tensor) -> torch.Tensor:
-        """What removing each chosen node takes away from its row, [n, *row_shape]."""
+    def ablated(self, x: torch.Tensor, chosen: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        """x [B * T, *row_shape] with chosen nodes at their baseline, each in its copy of the text."""
         ...
 
 
 class SiteNodes:
-    def __init__(self, key: Key, axes: tuple[str, ...], value: torch.Tensor, baseline: torch.Tensor):
-        """`axes` name the dimensions of a row; `value` and `baseline` are [T, *row_shape]."""
+    def __init__(
+        self, key: Key, axes: tuple[str, ...], value: torch.Tensor, baseline: torch.Tensor, heads: int = 1
+    ):
+        """`axes` name the dimensions of a row; `value` and `baseline` are [T, *row_shape]. A row of heads side by side
+        is divided into `heads`."""
         self.key = key
-        self.axes = tuple(axis for axis in axes if axis not in _REDUCED)
         self.end = baseline
+        if axes == ("head_and_channel",):
+            axes = ("head", "channel")
+            value, baseline = (each.unflatten(-1, (heads, -1)) for each in (value, baseline))
+        self.axes = tuple(axis for axis in axes if axis not in _REDUCED)
         self.difference = value - baseline
         self._reduced = [1 + i for i, axis in enumerate(axes) if axis in _REDUCED]
         kept = [size for i, size in enumerate(value.shape) if i not in self._reduced]
         self.index = torch.cartesian_prod(*(torch.arange(size) for size in kept)).view(-1, len(kept))
 
     def scores(self, gradient: torch.Tensor) -> torch.Tensor:
-        products = self.difference * gradient
+        products = self.difference * gradient.view(self.difference.shape)
         return (products.sum(self._reduced) if self._reduced else products).flatten()
 
-    def removed(self, chosen: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._mask(chosen), self.difference[self.index[chosen, 0]], 0.0)
-
     def ablated(self, x: torch.Tensor, chosen: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-        """x [B * T, *row_shape] with chosen nodes at their baseline, each in its copy of the text; other edits may
-        have changed x before."""
-        length = len(self.end)
+        length, shape = len(self.end), self.difference.shape[1:]
         rows, line = (copies * length + self.index[chosen, 0]).to(x.device).unique(return_inverse=True)
         own = self._mask(chosen)
         mask = own.new_zeros((len(rows), *own.shape[1:]), dtype=torch.int32).index_add(0, line, own.int()) > 0
-        new = torch.where(mask, self.end[rows % length].to(x.dtype), x[rows])
-        return x.index_copy(0, rows, new)
+        end, old = (each.view(-1, *shape) for each in (self.end[rows % length].to(x.dtype), x[rows]))
+        return x.index_copy(0, rows, torch.where(mask, end, old).view(-1, *x.shape[1:]))
 
     def _mask(self, chosen: torch.Tensor) -> torch.Tensor:
         """[n, *row_shape], broadcast along reduced axes: the numbers of each node."""
@@ -108,8 +109,8 @@ class ExpertNodes:
     def scores(self, gradient: torch.Tensor) -> torch.Tensor:
         return (self._parts * gradient[self._rows]).sum(-1)
 
-    def removed(self, chosen: torch.Tensor) -> torch.Tensor:
-        return self._parts[chosen.to(self._parts.device)]
+    def ablated(self, x: torch.Tensor, chosen: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        return _without(x, self, chosen, copies, self._parts[chosen.to(self._parts.device)])
 
 
 Baseline = tuple[torch.Tensor, torch.Tensor] | None
@@ -167,7 +168,11 @@ class FeatureNodes:
             scores[part] = (self._vectors(part) * g[self._unit[part]]).sum(-1)
         return scores
 
-    def removed(self, chosen: torch.Tensor) -> torch.Tensor:
+    def ablated(self, x: torch.Tensor, chosen: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+        return _without(x, self, chosen, copies, self._removed(chosen))
+
+    def _removed(self, chosen: torch.Tensor) -> torch.Tensor:
+        """What each chosen node adds to its row, [n, *row_shape]."""
         chosen = chosen.to(self._amount.device)
         vectors, units = self._vectors(chosen), self._unit[chosen]
         if self._view.name == "per_stream":
@@ -180,14 +185,24 @@ class FeatureNodes:
         return (share * vectors.unsqueeze(1)).expand(-1, *self._shape)
 
 
+def _without(
+    x: torch.Tensor, nodes: Nodes, chosen: torch.Tensor, copies: torch.Tensor, removed: torch.Tensor
+) -> torch.Tensor:
+    """x without what each chosen node adds to its row."""
+    rows = copies * len(nodes.end) + nodes.index[chosen, 0]
+    return x.index_add(0, rows.to(x.device), -removed.to(x.dtype))
+
+
 def mean_row(value: torch.Tensor) -> torch.Tensor:
     """The mean over the positions of a text, at every position."""
     return value.mean(0, keepdim=True).expand_as(value)
 
 
 def feature_context(model: Any, key: Key, values: Mapping[Key, torch.Tensor]) -> SiteContext:
-    """What views that read with live weights need at a stream site of DeepSeek-V4."""
+    """What views that read with live weights need at a stream site of DeepSeek-V4; nothing at other sites."""
     hook, layer = key
+    if not hook.startswith("mhc_streams"):
+        return SiteContext()
     if hook == "mhc_streams_final":
         return SiteContext(values.get(("mhc_ffn_post_mix", layer)), model.hc_head.weights)
     block = model.layers[layer]

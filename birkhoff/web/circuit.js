@@ -2,7 +2,6 @@
 import { post } from "./api.js";
 import { streamLegend } from "./colour.js";
 import { empty, fault, fill, h, panel, stack } from "./dom.js";
-import { notHere } from "./pinned.js";
 import { script } from "./python.js";
 
 const STORY = "One day, NAME had a red ball. A boy wanted it. He asked";
@@ -27,9 +26,7 @@ export function circuitPage(store) {
   };
   const run = async (event) => {
     event.preventDefault();
-    const why = notHere(store.state, "Circuits"),
-      { baseline, ...fields } = asked();
-    if (why) return fill(body, empty(why));
+    const { baseline, ...fields } = asked();
     button.disabled = true;
     fill(body, empty("Attributing, then ablating …"));
     try {
@@ -42,9 +39,10 @@ export function circuitPage(store) {
         said =
           `${nodes.length} of ${candidates} nodes keep ${percent(faithfulness)} of the metric (${full.toFixed(2)}). Random ` +
           `sets of as many nodes keep ${percent(random)}; without these nodes ${percent(1 - completeness)} is left.`,
+        streams = store.state.props?.num_streams ?? 0, // one residual stream has no lines
         src = `data:image/svg+xml,${encodeURIComponent(svg)}`,
         alt = `circuit: ${nodes.map((node) => `${node.hook}[${node.layer}] at ${node.position}`).join(", ")}`;
-      fill(body, h("p", {}, said), h("div", { class: "figure scroll" }, h("img", { src, alt })), streamLegend(4));
+      fill(body, h("p", {}, said), h("div", { class: "figure scroll" }, h("img", { src, alt })), streamLegend(streams));
     } catch (error) {
       fill(body, fault(error));
     }

@@ -39,6 +39,14 @@ def test_views_that_make_sense_work_and_the_others_say_why_not(open_tab):
         page.click(f"#tab-{look}")
         page.wait_for_timeout(100)
     assert page.locator('select[aria-label="site"]').input_value() == "post_mlp"
+    page.click("#tab-circuit")
+    fields = page.locator('[data-panel="circuit"] form input').all()
+    for field, text in zip(fields, ("the quick brown", "zero", " fox", ""), strict=True):
+        field.fill(text)
+    page.click("button:has-text('Find the circuit')")
+    alt = page.wait_for_selector('[data-panel="circuit"] img').get_attribute("alt")
+    assert "attn_out[" in alt or "mlp_out[" in alt
+    assert page.locator('[data-panel="circuit"] .legend.streams span').count() == 0
     page.click("#tab-steer")
     page.wait_for_timeout(200)
     assert not tab.faults

@@ -49,11 +49,14 @@ demo: $(RUNS)
 serve: $(RUNS)
 	@$(BIN)/birkhoff serve
 
-# The suite consists of many small computations: one thread per process and several processes is fastest.
+# The suite consists of many small computations: one thread per process and several processes is fastest. Hundreds of tests
+# start a command: the package is compiled once before, also where PYTHONDONTWRITEBYTECODE would make each compile it again.
 test: check
+	@$(BIN)/python -m compileall -q -j 0 birkhoff
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 test-all: check
+	@$(BIN)/python -m compileall -q -j 0 birkhoff
 	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 # `make test` skips the page tests when Chromium is missing; this target fails instead.

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,9 +18,11 @@ from birkhoff.kernels import quant
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from tests.models import random_model, weights_of
+from tests.sizes import FULL
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 from birkhoff.kernels.attend import decode as attend
@@ -41,16 +47,22 @@ class PatchOnce:
         self._patch = patch
         self._done: set[int] | None = None  # the modules exchanged by the launch that runs
 
-    def __call__(self, fn):
+    @staticmethod
+    @cache
+    def _language(fn) -> set[int]:
+        """The modules of `triton.language` that a kernel's file names."""
         modules = {id(value) for value in fn.__globals__.values() if inspect.ismodule(value)}
-        language = modules & {id(interpreter.tl), id(interpreter.tl.core)}
+        return modules & {id(tl), id(tl.core)}
+
+    def __call__(self, fn):
+        language = self._language(fn)
         if self._done is not None:
             if not language <= self._done:
                 self._done |= language
                 self._patch(fn)
             return None  # a device function: Triton ignores what is returned
         scope = self._patch(fn)
-        restore, self._done = scope.restore, language
+        restore, self._done = scope.restore, set(language)
 
         def restored() -> None:
             self._done = None
@@ -60,8 +72,78 @@ class PatchOnce:
         return scope
 
 
+class ShorterTypes:
+    """What the interpreter computes about types, each computed once: half the time of our kernels without this.
+
+    Shapes, element counts and names of block types are kept by element type and shape, NumPy's type by Triton's name,
+    the functions to exchange by module, and operands of one shape are not broadcast. Checks for integer overflow are
+    left out, since without `debug` the interpreter computes them and ignores the result."""
+
+    def __init__(self) -> None:
+        self._make_block = tl.block_type.__init__
+        self._broadcast = interpreter.interpreter_semantic.broadcast_impl_value
+        self._numpy_type = interpreter._get_np_dtype
+        self._blocks: dict[tuple, tuple] = {}  # (element type, shape): shape, numel and name of a block type
+        self._tensors: dict[tuple, tuple] = {}  # shape: shape and numel of a tensor
+        self._numpy_types: dict[str, np.dtype] = {}
+
+    def install(self) -> None:
+        tl.block_type.__init__ = lambda block, element_ty, shape: self.make_block(block, element_ty, shape)
+        tl.tensor.__init__ = lambda tensor, handle, type: self.make_tensor(tensor, handle, type)
+        builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+        assert not builder.options.debug
+        builder.options = replace(builder.options, sanitize_overflow=False)
+        semantic.broadcast_impl_value = self.broadcast
+        interpreter._get_np_dtype = self.numpy_type
+        interpreter._patch_builtin = self.patch_builtin
+
+    @staticmethod
+    @cache
+    def _builtins(package) -> list:
+        return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtin(self, package, builder, scope) -> None:
+        for name, member in self._builtins(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    def make_block(self, block, element_ty, shape) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        known = self._blocks.get((element_ty.name, sizes))
+        if known is not None:
+            block.element_ty = element_ty
+            block.shape, block.numel, block.name = known
+            return
+        self._make_block(block, element_ty, shape)
+        if all(type(size) is int for size in sizes):
+            self._blocks[element_ty.name, sizes] = block.shape, block.numel, block.name
+
+    def make_tensor(self, tensor, handle, type) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        known = self._tensors.get(sizes)
+        if known is None:
+            shape = tl.tuple([tl.constexpr(size) for size in sizes])
+            known = self._tensors[sizes] = shape, tl.constexpr(math.prod(sizes))
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = known
+
+    def broadcast(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+            return lhs, rhs
+        return self._broadcast(lhs, rhs)
+
+    def numpy_type(self, triton_type):
+        name = triton_type.scalar.name
+        found = self._numpy_types.get(name)
+        if found is None:
+            found = self._numpy_types[name] = self._numpy_type(triton_type)
+        return found
+
+
 if DEVICE.type == "cpu":
     interpreter._patch_lang = PatchOnce(interpreter._patch_lang)
+    if not FULL:
+        ShorterTypes().install()
 
 
 def packed_model(config, seed: int = 0, dtype: torch.dtype = torch.float32, mtp: bool = False) -> Transformer:

@@ -260,13 +260,13 @@ def test_the_loss_is_measured_with_the_model_in_the_loop(engine, run, tmp_path):
     assert loss.tokens == 18 and loss.spliced != loss.plain != loss.ablated
 
 
-def test_the_command_trains_both(run, tmp_path):
+def test_the_command_trains_both(birkhoff_here, run, tmp_path):
     arguments = ("--features", "32", "--k", "4", "--steps", "5", "--batch-rows", "32", "--json")
     sites = ("--input", f"{STREAMS}.1", "--input", f"{STREAMS}.3", "--view", "mean")
     done = birkhoff("sae", "crosscoder", "--store", run, *sites, "--out", tmp_path / "a", *arguments)
     assert done.returncode == 0 and json.loads(done.stdout)["kind"] == "crosscoder", done.stderr
     sites = ("--input", "mlp_in.2", "--output", "mlp_out.2")
-    done = birkhoff(
+    done = birkhoff_here(
         "sae", "crosscoder", "--store", run, *sites, "--out", tmp_path / "b", *arguments, "--half"
     )
     assert done.returncode == 0 and json.loads(done.stdout)["kind"] == "transcoder", done.stderr

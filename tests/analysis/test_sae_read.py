@@ -245,14 +245,14 @@ def test_what_does_not_fit_is_refused(sae, run, engine, tmp_path):
         read_features(Sae(torch.zeros(8, 384), None, torch.zeros(8, 384)), run, decode)
 
 
-def test_the_command_writes_where_search_and_the_server_read(sae, run, tmp_path):
+def test_the_command_writes_where_search_and_the_server_read(birkhoff_here, sae, run, tmp_path):
     own = tmp_path / "own"
     sae.save(own)
     done = command("sae", "read", own, "--store", run, "--limit", "10", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["texts"] == 10 and report["path"] == str(own / "features.parquet")
-    shown = command("sae", "search", own, "sea", "--json")
+    shown = birkhoff_here("sae", "search", own, "sea", "--json")
     assert shown.returncode == 0 and json.loads(shown.stdout), shown.stderr
     described = FeatureIndex.read(own)
     number = next(feature for feature, entry in described.items() if entry.cofires)
@@ -265,5 +265,5 @@ def test_the_command_writes_where_search_and_the_server_read(sae, run, tmp_path)
     assert dashboard["contexts"] == described[number].contexts and dashboard["contexts"][0]["request"]
     first = dashboard["cofires"][0]
     assert first["label"] == described[first["feature"]].label and found["described"] == len(described)
-    refused = command("sae", "read", "nano", "--store", run)
+    refused = birkhoff_here("sae", "read", "nano", "--store", run)
     assert refused.returncode == 2 and b"--out DIR" in refused.stderr

@@ -58,7 +58,7 @@ def test_positions_are_a_name_or_json():
         parse_positions("[1,")
 
 
-def test_estimate_files_and_resumption_of_a_run(tiny, data, tmp_path):
+def test_estimate_files_and_resumption_of_a_run(birkhoff_here, tiny, data, tmp_path):
     out = tmp_path / "out"
     hooks = "mhc_streams_pre_attn=1,-1;mlp_out=0..2"
     flags = [
@@ -79,7 +79,7 @@ def test_estimate_files_and_resumption_of_a_run(tiny, data, tmp_path):
         "--skip-bad",
         "--json",
     ]
-    dry = birkhoff(*flags, "--dry-run")
+    dry = birkhoff_here(*flags, "--dry-run")
     assert dry.returncode == 0 and b"skipped: " in dry.stderr and b"line 5 has 7 as 'body'" in dry.stderr
     expected = json.loads(dry.stdout)
     assert (expected["texts"], expected["rows"], expected["skipped"], expected["exact"]) == (
@@ -105,13 +105,13 @@ def test_estimate_files_and_resumption_of_a_run(tiny, data, tmp_path):
         ]
         assert entries["mhc_streams_pre_attn", 1].array.shape == (2, 2, 64)
         assert {entry.dtype for entry in entries.values()} == {"bfloat16"}
-    again = birkhoff(*flags[:-1], "--out", out)
+    again = birkhoff_here(*flags[:-1], "--out", out)
     assert (
         again.returncode == 0
         and again.stdout.decode() == f"{out}\n"
         and b"added 0 texts and 0 rows" in again.stderr
     )
-    other = birkhoff(*flags, "--out", out, "--layout", "packed")
+    other = birkhoff_here(*flags, "--out", out, "--layout", "packed")
     assert other.returncode == 1 and other.stderr.decode().splitlines()[-1].startswith("capture-settings  ")
     assert b'capture.layout was "sharded" and is "packed"' in other.stderr
 
@@ -139,8 +139,10 @@ def test_estimate_files_and_resumption_of_a_run(tiny, data, tmp_path):
         (["DATA", "--repair", "o"], 2, "option-invalid  --repair stands alone"),
     ],
 )
-def test_wrong_usage_is_one_error_line_before_a_model_is_loaded(data, arguments, status, words):
-    done = birkhoff(
+def test_wrong_usage_is_one_error_line_before_a_model_is_loaded(
+    birkhoff_here, data, arguments, status, words
+):
+    done = birkhoff_here(
         "capture", *(data if word == "DATA" else word for word in arguments), "--model", "nowhere"
     )
     assert (done.returncode, done.stdout) == (status, b"") and no_trace_of_python(done.stderr)
@@ -155,7 +157,7 @@ def test_a_bad_line_ends_the_run_and_is_named(tiny, data, tmp_path):
     assert done.stderr.decode().splitlines()[-1].startswith(f"data-invalid  {data} line 5 has 7 as 'body'")
 
 
-def test_repair_finalizes_files_of_an_aborted_run(tmp_path):
+def test_repair_finalizes_files_of_an_aborted_run(birkhoff_here, tmp_path):
     """A child process that exits with an open capture, as in a crash."""
     child = os.fork()
     if not child:  # pragma: no cover - in another process, which never returns
@@ -175,7 +177,7 @@ def test_repair_finalizes_files_of_an_aborted_run(tmp_path):
     assert report["sealed"] == ["run/r/packed.bin"] and b"sealed 1 payloads with 1 records" in done.stderr
     entry = read_request(tmp_path / "run" / "r")["mlp_out", 0]
     assert len(entry) == 6 and entry.meta["complete"] is False
-    again = birkhoff("capture", "--repair", tmp_path)
+    again = birkhoff_here("capture", "--repair", tmp_path)
     assert (
         again.returncode == 0
         and again.stdout.decode() == f"{tmp_path}\n"

@@ -7,14 +7,14 @@ import json
 from tests.cli.conftest import birkhoff, no_trace_of_python
 
 
-def test_round_trip_on_the_command_line(tiny, tmp_path):
+def test_round_trip_on_the_command_line(birkhoff_here, tiny, tmp_path):
     there = birkhoff(
         "convert", tiny, tmp_path / "m.gguf", "--dense", "bf16", "--no-mtp", "--shard-size", "1MB"
     )
     assert there.returncode == 0 and there.stdout.decode().strip() == str(tmp_path / "m.gguf"), there.stderr
     assert b"every number is exactly what it was" in there.stderr and b"m-00001-of-" in there.stderr
     first = sorted(tmp_path.glob("m-00001-of-*.gguf"))[0]
-    back = birkhoff("convert", first, tmp_path / "back", "--json", "--exact")
+    back = birkhoff_here("convert", first, tmp_path / "back", "--json", "--exact")
     result = json.loads(back.stdout)
     assert (
         back.returncode == 0
@@ -24,8 +24,8 @@ def test_round_trip_on_the_command_line(tiny, tmp_path):
     )
 
 
-def test_misuse(tiny, tmp_path):
-    wrong = birkhoff("convert", tiny, tmp_path / "m.gguf", "--dense", "q3", "--dry-run")
+def test_misuse(birkhoff_here, tiny, tmp_path):
+    wrong = birkhoff_here("convert", tiny, tmp_path / "m.gguf", "--dense", "q3", "--dry-run")
     assert (
         wrong.returncode == 2
         and b"option-invalid  dense is 'q3'" in wrong.stderr

@@ -33,11 +33,11 @@ def fields(texts):
     return [(text.index, text.prompt, text.messages, text.problem) for text in texts]
 
 
-def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path):
+def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(birkhoff_here, tiny, tmp_path):
     written(tmp_path / "t.parquet", {"body": TEXTS, "other": list(range(len(TEXTS)))})
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     stores = []
-    for name in ("t.parquet", "t.jsonl"):
+    for name, command in (("t.parquet", birkhoff), ("t.jsonl", birkhoff_here)):
         out = tmp_path / f"out-{name}"
         arguments = (
             "capture",
@@ -49,9 +49,9 @@ def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path)
             "--text-field",
             "body",
         )
-        done = birkhoff(*arguments, "--out", out, "--json")
+        done = command(*arguments, "--out", out, "--json")
         assert done.returncode == 0 and json.loads(done.stdout)["new_texts"] == len(TEXTS), done.stderr
-        again = birkhoff(*arguments, "--out", out, "--json")
+        again = birkhoff_here(*arguments, "--out", out, "--json")
         assert json.loads(again.stdout)["new_texts"] == 0  # complete after the first run
         stores.append(read_sharded(out / "harvest"))
     assert stores[0].keys() == stores[1].keys() and len(stores[0]) == len(TEXTS)
@@ -283,16 +283,16 @@ def test_data_sets_that_cannot_be_read(tmp_path, cache):
         open_texts(7)
 
 
-def test_every_door_reads_the_same_sources(tiny, tmp_path):
+def test_every_door_reads_the_same_sources(birkhoff_here, tiny, tmp_path):
     """One reader: what `capture` takes, `vectors` and `sae` take too."""
     source = packed(tmp_path / "t.jsonl.zst", lines_of(TEXTS))
     datasets.Dataset.from_dict({"text": TEXTS[::-1]}).save_to_disk(tmp_path / "saved")
     arguments = ("--positive", source, "--negative", tmp_path / "saved", "--hook", "mlp_out", "--layers", "1")
-    done = birkhoff("vectors", "contrast", "--model", tiny, *arguments, "--json")
+    done = birkhoff_here("vectors", "contrast", "--model", tiny, *arguments, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["vector"]["layers"] == [1], done.stderr
     out = tmp_path / "sae"
     arguments = ("--features", "16", "--k", "2", "--steps", "2", "--batch-rows", "8", "--out", out, "--json")
-    done = birkhoff(
+    done = birkhoff_here(
         *("sae", "train", "--model", tiny, "--texts", source, "--hook", "mlp_out", "--layer", "1"), *arguments
     )
     assert done.returncode == 0 and json.loads(done.stdout)["steps"] == 2, done.stderr

@@ -49,6 +49,7 @@ CLASSES = {
     "_hadamard_fp4": "rounding",
     "_round_halves": "rounding",
     "_attend": "attention",
+    "_list_keys": "attention",
     "_score": "indexer",
     "_topk_entries": "indexer",
     "_split_hi_lo": "streams",

@@ -13,13 +13,15 @@ Rows that attend to a parted row in a later layer are compared like any other.
 With released numerics a last bit decides how a value is rounded to FP8, so that two right paths drift apart within a
 layer. They are compared *stage by stage*: the reference path is given the value that the kernels computed at every site
 that can be edited, after its own was recorded, so that each site differs by what one stage does to equal inputs, and no
-row parts.
+row parts. Index keys and queries are rounded to FP4 inside a stage, so that the indexer may select other entries at
+near ties: its scores are compared like a site, and attention over other entries may have `SWAPPED` times the error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,17 @@ from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.plan import Key, Plan, SiteRows, Span
-from birkhoff.hooks.sites import MLP_OUT, MOE_ROUTER_LOGITS, MOE_TOPK, SITES
-from birkhoff.hooks.tap import EagerTap, NoTap
+from birkhoff.hooks.sites import (
+    ATTN_HEAD_OUT,
+    INDEX_SCORES,
+    MLP_OUT,
+    MOE_ROUTER_LOGITS,
+    MOE_TOPK,
+    SITES,
+    Site,
+)
+from birkhoff.hooks.tap import EagerTap, Edit, NoTap, RowReader, Seen
+from birkhoff.kernels.index.reference import topk_mask
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.block import Block
 from birkhoff.model.state import State
@@ -44,6 +55,7 @@ RouterBiases = Sequence[torch.Tensor | None]  # by layer; None where experts are
 MAX_BEYOND = {"prompt": 0.01, "decode": 0.0}  # share of rows that have not parted but exceed the tolerance
 MAX_PARTED = 0.1  # share of rows, plus one row, but never all
 MARGIN = 0.5  # of the tolerance: distance from the last selected score within which a selection is a near tie
+SWAPPED = 4  # times the tolerance, for a row of attention over other entries
 AFTER_ROUTER = {"logits", MOE_TOPK.name, MLP_OUT.name, *(site.name for site in SITES if site.once)}
 
 
@@ -79,12 +91,44 @@ class CaptureAll:
         pass
 
 
+class _IndexTap(EagerTap):
+    """Also records the indexer's scores of the given rows, as [n, entries] with zeros where there are none."""
+
+    ragged = True
+
+    def __init__(
+        self,
+        sites: SiteValues,
+        shape: tuple[int, int],
+        rows: range,
+        seen: Seen,
+        edit: Edit | None,
+        layer: int = -1,
+    ):
+        super().__init__(seen, edit, layer=layer)
+        self._again = partial(_IndexTap, sites, shape, rows, seen, edit)
+        self._sites, self._shape, self._rows = sites, shape, rows
+
+    def at(self, layer: int) -> EagerTap:
+        return self._again(layer)
+
+    def read(self, site: Site, before: RowReader, after: RowReader | None = None) -> None:
+        if site is INDEX_SCORES:
+            scores = torch.zeros(self._shape)
+            for row, found in zip(self._rows, before(self._rows)):
+                scores[row, : len(found)] = found[:, 1].detach().float().cpu()
+            self._sites[site.name, self.layer] = scores
+
+
 def run_eager(
     model: Transformer, batch: Batch, state: State, plain: bool, given: SiteValues | None = None
 ) -> SiteValues:
     """The values of every site in one eager pass; `plain` enables gradients, which selects the reference kernels. With
-    `given` values the pass goes on with these, stage by stage."""
+    `given` values the pass goes on with these, stage by stage. Of a prompt that begins here, long enough for the
+    indexer to select, its scores too."""
     sites: SiteValues = {}
+    length = len(batch.chunks[0].token_ids)
+    selecting = range(4 * (model.config.index_topk + 1) - 1, length)
 
     def replace(site: Any, layer: int, tensor: torch.Tensor) -> torch.Tensor | None:
         value = None if given is None else given.get((site.name, layer))
@@ -93,8 +137,11 @@ def run_eager(
     def record(site: Any, layer: int, tensor: torch.Tensor) -> None:
         sites[site.name, layer] = tensor.detach().float().cpu()
 
+    tap = EagerTap(record, None if given is None else replace)
+    if selecting and len(batch.chunks) == 1:
+        tap = _IndexTap(sites, (length, length // 4), selecting, record, None if given is None else replace)
     with torch.set_grad_enabled(plain):
-        hidden, _ = model.run(batch, state, EagerTap(record, None if given is None else replace))
+        hidden, _ = model.run(batch, state, tap)
         sites["logits", -1] = model.logits(hidden).detach().float().cpu()
     return sites
 
@@ -132,17 +179,34 @@ def compare(
     biases: RouterBiases,
     tolerance: float,
     labels: Row,
+    topk: int,
     by_stage: bool = False,
 ) -> Iterator[Row]:
-    """One row per site, over all layers; `labels["phase"]` determines how many rows may differ. `by_stage`: the
-    reference was given the actual values, so that a row with another choice of experts is compared again after it."""
+    """One row per site, over all layers; `labels["phase"]` determines how many rows may differ. The indexer selects
+    `topk` entries. `by_stage`: the reference was given the actual values, so that a row with another choice of experts
+    is compared again after it."""
     assert actual.keys() == reference.keys(), sorted(actual.keys() ^ reference.keys())
     parted, choices = _choices(actual, reference, biases, MARGIN * tolerance, by_stage)
     rows = len(parted[0])
     most_parted = min(1 + math.ceil(MAX_PARTED * rows), rows - 1)
-    for name in [*(site.name for site in SITES if not site.absent and not site.ragged), "logits"]:
+    scored = {layer for name, layer in reference if name == INDEX_SCORES.name}
+    for name in [
+        *(site.name for site in SITES if not site.absent and not site.ragged),
+        *([INDEX_SCORES.name] if scored else []),
+        "logits",
+    ]:
         layers = [key for key in reference if key[0] == name]
-        if by_stage:
+        swapped_ok = True
+        if by_stage and name == ATTN_HEAD_OUT.name:
+            parted_layers = [
+                _other_entries(actual, reference, layer, topk) if layer in scored else parted[0]
+                for _, layer in layers
+            ]
+            swapped_ok = all(
+                bool((_errors(name, actual[key], reference[key])[others] <= SWAPPED * tolerance).all())
+                for key, others in zip(layers, parted_layers)
+            )
+        elif by_stage:
             parted_layers = [parted[key[1] + 1 if name == MOE_TOPK.name else 0] for key in layers]
         else:
             parted_layers = [parted[_routers_before(*key, len(biases))] for key in layers]
@@ -162,11 +226,19 @@ def compare(
             "share_beyond": significant(beyond),
             "tolerance": tolerance,
             "share_parted": significant(torch.cat(parted_layers).float().mean().item()),
-            "passed": finite and beyond <= MAX_BEYOND[labels["phase"]] and parted_ok,
+            "passed": finite and beyond <= MAX_BEYOND[labels["phase"]] and parted_ok and swapped_ok,
         }
         if name == MOE_TOPK.name:
             row |= choices | {"passed": row["passed"] and choices["wide_choices"] == 0}
         yield row
+
+
+def _other_entries(actual: SiteValues, reference: SiteValues, layer: int, topk: int) -> torch.Tensor:
+    """The rows [n] for which the scores of the two paths select other entries."""
+    scores = [sites[INDEX_SCORES.name, layer] for sites in (actual, reference)]
+    visible = torch.arange(scores[0].shape[1]) < (torch.arange(len(scores[0])).unsqueeze(-1) + 1) // 4
+    chosen = [topk_mask(each, visible, topk) for each in scores]
+    return (chosen[0] != chosen[1]).any(-1)
 
 
 def _routers_before(name: str, layer: int, layers: int) -> int:
@@ -252,7 +324,7 @@ def compare_sites(
         actual = run_eager(model, batch, states[1], plain=False)
         reference = run_eager(model, batch, states[0], True, actual if by_stage else None)
         labels = common | {"phase": "prompt", "tokens": length}
-        yield from compare(actual, reference, biases, tolerance, labels, by_stage)
+        yield from compare(actual, reference, biases, tolerance, labels, config.index_topk, by_stage)
     with torch.no_grad():
         for slot, length in enumerate(lengths):  # both decode from the same cache
             model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), states[1], NoTap())
@@ -274,4 +346,4 @@ def compare_sites(
         batch = Batch.of(chunks, device)
         reference = run_eager(model, batch, states[0], True, actual if by_stage else None)
         labels = common | {"phase": "decode", "step": step}
-        yield from compare(actual, reference, biases, tolerance, labels, by_stage)
+        yield from compare(actual, reference, biases, tolerance, labels, config.index_topk, by_stage)

@@ -71,7 +71,7 @@ def test_two_precisions_diverge_at_near_ties_only():
         model = random_on_device(wide, device, dtype=dtype)
         state = State.contiguous(wide, 1, len(tokens), device=device, dtype=dtype)
         seen.append(run_eager(model, Batch.of([SequenceChunk(0, 0, tokens)], device), state, plain=True))
-    rows = {row["site"]: row for row in compare(*seen, router_biases(model), 0.05, {"phase": "prompt"})}
+    rows = {row["site"]: row for row in compare(*seen, router_biases(model), 0.05, {"phase": "prompt"}, 512)}
     assert all(row["passed"] and row["share_beyond"] == 0.0 for row in rows.values())
     assert rows["mlp_out"]["share_parted"] > 0 and rows["moe_topk"]["margin_most"] > 0
 
@@ -135,7 +135,7 @@ def compare_changed(*changes: Change, phase: str = "decode") -> tuple[list[str],
     expected, actual = random_pass(), random_pass()
     for change in changes:
         change(actual)
-    rows = {row["site"]: row for row in compare(actual, expected, BIASES, TOLERANCE, {"phase": phase})}
+    rows = {row["site"]: row for row in compare(actual, expected, BIASES, TOLERANCE, {"phase": phase}, 512)}
     return [site for site, row in rows.items() if not row["passed"]], rows
 
 
@@ -200,7 +200,7 @@ def test_a_tenth_of_the_rows_may_diverge():
         actual = {key: tensor.clone() for key, tensor in expected.items()}
         for row in range(count):
             other_choice(1, row, 0, 5)(actual)
-        rows = list(compare(actual, expected, BIASES, TOLERANCE, {"phase": phase}))
+        rows = list(compare(actual, expected, BIASES, TOLERANCE, {"phase": phase}, 512))
         assert {row.get("wide_choices", 0) for row in rows} == {0}
         return [row["site"] for row in rows if not row["passed"]]
 
@@ -216,7 +216,7 @@ def test_a_single_row_may_not_diverge():
     other_choice(1, 0, 0, 5)(actual)
     failed = [
         row["site"]
-        for row in compare(actual, expected, BIASES, TOLERANCE, {"phase": "decode"})
+        for row in compare(actual, expected, BIASES, TOLERANCE, {"phase": "decode"}, 512)
         if not row["passed"]
     ]
     assert "logits" in failed and "post_attn" in failed and len(failed) > 5

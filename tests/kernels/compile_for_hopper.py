@@ -105,7 +105,7 @@ KERNELS: dict[str, tuple] = {
             "positions": I64,
             "starts": I64,
             "counts": I32,
-            "indices": I32,
+            "offsets": I64,
             "sink": F32,
             "out": BF16,
             "scale": "fp32",
@@ -115,9 +115,11 @@ KERNELS: dict[str, tuple] = {
         {
             "PAIRS": 32,
             "ENTRIES": True,
-            "INDEXED": True,
+            "LISTED": True,
             "WIDTH": 512,
             "PADDED": 512,
+            "RING": 128,
+            "PER_PAGE": 32,
             "FP32": False,
             **attend.tile_config(64, False),
         },
@@ -133,15 +135,7 @@ KERNELS: dict[str, tuple] = {
             "scores": F32,
             "scale": "fp32",
         },
-        {
-            "HEADS": 64,
-            "WIDTH": 128,
-            "QUERIES": 16,
-            "ENTRIES": 128,
-            "FP32": False,
-            "num_warps": 8,
-            "num_stages": 2,
-        },
+        {"PER_PAGE": 32, "HEADS": 64, "WIDTH": 128, "FP32": False, **index.tile_config(False)},
     ),
 }
 
@@ -164,6 +158,7 @@ def target_kernels(name: str) -> dict[str, tuple]:
     kernel, types, settings = KERNELS["attention"]
     linear_kernel, linear_types, linear_settings = KERNELS["linear fp8"]
     mix, mix_types, mix_settings = KERNELS["mhc mix"]
+    score, score_types, score_settings = KERNELS["index score"]
     e4m3 = "*fp8e4nv"
     codes = EXPERTS | {"x_scale": F32, "z_scale": F32}
     spread = {"PRMT": True, "TOKENS": 128, **fp8_experts.tile_config(128)}
@@ -181,6 +176,7 @@ def target_kernels(name: str) -> dict[str, tuple]:
             linear_settings | linear.tile_config(4096, 4096, False, shared),
         ),
         "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
+        "index score": (score, score_types, score_settings | index.tile_config(False, shared)),
         "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
         "norm rotate": (
             norm._norm_rotate,

@@ -58,6 +58,7 @@ BY_RATIO = {
         "_hadamard_fp4": 1,
         "_score": 1,
         "_topk_entries": 1,
+        "_list_keys": 1,
     },
     128: {"_fp8_product": 5, "_packed_linear": 3, "_compress": 1},
 }

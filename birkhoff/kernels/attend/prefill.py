@@ -1,10 +1,11 @@
 """Attention of the many queries of a prompt on a GPU (flash attention), with the contract of the reference.
 
 A program handles one query and many of its heads: all heads see the same keys, so a tile of keys is read once for
-all of them and used by the tensor cores as keys and as values. It iterates over the window of the query (keys before
-its chunk come from the ring of its slot), then over its entries in their pages (the first ones, or the listed ones),
-and adds the sink at the end; nothing of size queries x keys is stored, and the chunks of any number of sequences are
-one launch. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
+all of them and used by the tensor cores as keys and as values. It iterates over the keys of the query: its window (keys
+before its chunk are in the ring of its slot), then its entries in their pages (the first ones, or the listed ones), and
+adds the sink at the end; nothing of size queries x keys is stored, and the chunks of any number of sequences are one
+launch. Where entries are listed, `_list_keys` first stores where every key is, so that a tile of keys is one load away
+instead of three. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
 """
 
 from __future__ import annotations
@@ -22,36 +23,56 @@ from birkhoff.kernels.row_index import RowIndex
 
 
 @triton.jit
-def _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32: tl.constexpr):
-    """One online-softmax step with a tile of keys [KEYS, WIDTH]; `scale` includes log2(e), since exp2 is used."""
-    if FP32:
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    else:
-        logits = tl.dot(q, tl.trans(k)) * scale
-    logits = tl.where(visible[None, :], logits, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-    rescale = tl.exp2(row_max - new_max)
-    p = tl.exp2(logits - new_max[:, None])
-    row_sum = row_sum * rescale + tl.sum(p, axis=1)
-    if FP32:
-        acc = tl.dot(p, k, acc * rescale[:, None], input_precision="ieee")
-    else:
-        acc = tl.dot(p.to(k.dtype), k, acc * rescale[:, None])
-    return new_max, row_sum, acc
-
-
-@triton.jit(
-    do_not_specialize=["ring_size", "per_page", "topk"],
-    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
-)
-def _attend(
-    queries,
+def _key_offsets(
+    i,
+    row,
+    position,
     keys,
     bases,
     ring,
-    ring_size,
     pages,
-    per_page,
+    table,
+    table_stride,
+    slots,
+    starts,
+    counts,
+    indices,
+    topk,
+    window,
+    ENTRIES: tl.constexpr,
+    INDEXED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+):
+    """Where the keys numbered `i` of a query begin, in elements after `keys`: those of the window, of which the ones
+    before the chunk are in the ring, then its entries."""
+    BYTES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+    slot = tl.load(slots + row)
+    near = tl.minimum(position + 1, window)
+    at = position + 1 - near + i
+    cached = (ring.to(tl.int64) - keys.to(tl.int64)) // BYTES + (slot * RING + at % RING) * WIDTH
+    offset = tl.where(at < tl.load(starts + row), cached, (tl.load(bases + row) + at) * WIDTH)
+    if ENTRIES:
+        far = i >= near
+        entry = tl.maximum(i - near, 0)
+        if INDEXED:
+            entry = tl.load(indices + row * topk + entry, mask=far, other=0)
+        page = tl.load(table + slot * table_stride + entry // PER_PAGE, mask=far, other=0).to(tl.int64)
+        in_pages = (page * PER_PAGE + entry % PER_PAGE) * WIDTH
+        offset = tl.where(far, (pages.to(tl.int64) - keys.to(tl.int64)) // BYTES + in_pages, offset)
+    return tl.multiple_of(offset, 8)
+
+
+@triton.jit(
+    do_not_specialize=["topk", "listed"],
+    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
+)
+def _list_keys(
+    keys,
+    bases,
+    ring,
+    pages,
     table,
     table_stride,
     slots,
@@ -60,6 +81,65 @@ def _attend(
     counts,
     indices,
     topk,
+    window,
+    offsets,
+    listed,
+    ENTRIES: tl.constexpr,
+    INDEXED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    last = tl.minimum(position, window - 1)
+    if ENTRIES:
+        last += tl.load(counts + row)
+    places = _key_offsets(
+        tl.minimum(i, last),
+        row,
+        position,
+        keys,
+        bases,
+        ring,
+        pages,
+        table,
+        table_stride,
+        slots,
+        starts,
+        counts,
+        indices,
+        topk,
+        window,
+        ENTRIES,
+        INDEXED,
+        WIDTH,
+        RING,
+        PER_PAGE,
+    )
+    tl.store(offsets + row * listed + i, places, mask=i < listed)
+
+
+@triton.jit(
+    do_not_specialize=["topk"],
+    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
+)
+def _attend(
+    queries,
+    keys,
+    bases,
+    ring,
+    pages,
+    table,
+    table_stride,
+    slots,
+    positions,
+    starts,
+    counts,
+    offsets,
+    listed,
     sink,
     out,
     window,
@@ -69,58 +149,77 @@ def _attend(
     sin,
     PAIRS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    INDEXED: tl.constexpr,
+    LISTED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    RING: tl.constexpr,
+    PER_PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     FP32: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row)
-    position = tl.load(positions + row).to(tl.int32)
-    begin = tl.load(starts + row).to(tl.int32)
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, PADDED)
     at_out = (row * heads + h)[:, None] * WIDTH + d[None, :]
     in_range = (h < heads)[:, None] & (d < WIDTH)[None, :]
     q = tl.load(queries + at_out, mask=in_range, other=0.0)
+    position = tl.load(positions + row).to(tl.int32)
+    total = tl.minimum(position + 1, window)
+    if ENTRIES:
+        total += tl.load(counts + row)
     row_max = tl.full([HEADS], -1e30, tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, PADDED], tl.float32)
-    first = tl.maximum(position - window + 1, 0)
-    cached = ring + slot * ring_size * WIDTH
-    for start in range(first, begin, KEYS):  # before the chunk
-        j = start + tl.arange(0, KEYS)
-        visible = j < begin
-        k = tl.load(
-            cached + (j % ring_size)[:, None] * WIDTH + d[None, :],
-            mask=visible[:, None] & (d < WIDTH)[None, :],
-            other=0.0,
-        )
-        row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
-    near = keys + tl.load(bases + row) * WIDTH
-    for start in range(tl.maximum(first, begin), position + 1, KEYS):
-        j = start + tl.arange(0, KEYS)
-        visible = j <= position
-        k = tl.load(
-            near + j[:, None] * WIDTH + d[None, :], mask=visible[:, None] & (d < WIDTH)[None, :], other=0.0
-        )
-        row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
-    if ENTRIES:
-        own_pages = table + slot * table_stride
-        count = tl.load(counts + row)
-        for start in range(0, count, KEYS):
-            e = start + tl.arange(0, KEYS)
-            visible = e < count
-            entry = e
-            if INDEXED:
-                entry = tl.load(indices + row * topk + e, mask=visible, other=0)
-            page = tl.load(own_pages + entry // per_page, mask=visible, other=0)
-            tile = visible[:, None] & (d < WIDTH)[None, :]
-            at_entry = page * per_page + entry % per_page
-            k = tl.load(pages + at_entry[:, None] * WIDTH + d[None, :], mask=tile, other=0.0)
-            row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
+    for start in range(0, total, KEYS):
+        i = start + tl.arange(0, KEYS)
+        if LISTED:
+            offset = tl.multiple_of(tl.load(offsets + row * listed + i), 8)
+        else:
+            offset = _key_offsets(
+                tl.minimum(i, total - 1),
+                row,
+                position,
+                keys,
+                bases,
+                ring,
+                pages,
+                table,
+                table_stride,
+                slots,
+                starts,
+                counts,
+                offsets,
+                0,
+                window,
+                ENTRIES,
+                False,
+                WIDTH,
+                RING,
+                PER_PAGE,
+            )
+        at_key = offset[:, None] + d[None, :]
+        if WIDTH == PADDED:
+            k = tl.load(keys + at_key)
+        else:
+            k = tl.load(keys + at_key, mask=(d < WIDTH)[None, :], other=0.0)
+        if FP32:
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            logits = tl.dot(q, tl.trans(k))
+        # This branch is also what lets two groups of warps divide the product: of two products in a row without one
+        # Triton has all warps compute all of the first.
+        if start + KEYS > total:
+            logits = tl.where((i < total)[None, :], logits, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+        rescale = tl.exp2(row_max - new_max)
+        p = tl.exp2(logits * scale - new_max[:, None])
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        if FP32:
+            acc = tl.dot(p, k, acc * rescale[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(k.dtype), k, acc * rescale[:, None])
     sink_logit = tl.load(sink + h, mask=h < heads, other=0.0) * 1.4426950408889634
     top = tl.maximum(row_max, sink_logit)
     weight = tl.exp2(row_max - top)
@@ -143,7 +242,7 @@ def _attend(
         tl.store(at_rotated, rotated.to(out.dtype.element_ty), mask=(h < heads)[:, None])
 
 
-def tile_config(heads: int, fp32: bool, hopper: bool = True) -> dict[str, int]:
+def tile_config(heads: int, fp32: bool, hopper: bool = True, listed: bool = True) -> dict[str, int]:
     """Heads per program, keys per tile, warps and stages."""
     if fp32:
         return {"HEADS": min(16, power_of_two(heads, 16)), "KEYS": 16, "num_warps": 4, "num_stages": 1}
@@ -154,7 +253,7 @@ def tile_config(heads: int, fp32: bool, hopper: bool = True) -> dict[str, int]:
         "HEADS": head_tile,
         "KEYS": 64 if head_tile == 64 else 32,
         "num_warps": 8 if head_tile == 64 else 4,
-        "num_stages": 2,
+        "num_stages": 3 if listed else 2,  # offsets are read a tile before their keys
     }
 
 
@@ -243,32 +342,40 @@ def _launch(
     """One program per row and tile of heads; `bases + position` is the row of a key in `keys`. With `phases` the result
     is rotated back."""
     n, heads, width = queries.shape
-    queries, keys = queries.contiguous(), keys.contiguous()
+    queries, keys, ring = queries.contiguous(), keys.contiguous(), ring.contiguous()
     out = torch.empty_like(queries)
     fp32 = queries.dtype is torch.float32
-    config = config or tile_config(heads, fp32, is_hopper(queries.device))
     far = keys if pages is None else pages.contiguous()
-    counts = indices = slots
+    counts = indices = offsets = slots
+    listed = 0
     if selected is not None:
         counts = selected.counts.flatten()
         if selected.indices is not None:
-            indices = selected.indices.contiguous()
+            indices = selected.indices.view(n, -1)
+            listed = window + indices.shape[1] + 128 - (window + indices.shape[1]) % 128  # whole tiles
+    config = config or tile_config(heads, fp32, is_hopper(queries.device), listed > 0)
+    places = (keys, bases, ring, far, table, table.stride(0), slots, positions, starts, counts)
+    per_page = 1 if pages is None else pages.shape[1]
+    settings = {"WIDTH": width, "RING": ring.shape[1], "PER_PAGE": per_page}
+    if listed:
+        offsets = torch.empty(n, listed, dtype=torch.int64, device=keys.device)
+        _list_keys[(n, listed // 128)](
+            *places,
+            indices,
+            indices.shape[1],
+            window,
+            offsets,
+            listed,
+            BLOCK=128,
+            ENTRIES=True,
+            INDEXED=True,
+            **settings,
+        )
     _attend[(-(-heads // config["HEADS"]), n)](
         queries,
-        keys,
-        bases,
-        ring,
-        ring.shape[1],
-        far,
-        1 if pages is None else pages.shape[1],
-        table,
-        table.stride(0),
-        slots,
-        positions,
-        starts,
-        counts,
-        indices,
-        indices.shape[-1],
+        *places,
+        offsets,
+        listed,
         sink,
         out,
         window,
@@ -278,10 +385,10 @@ def _launch(
         sink if phases is None else phases.sin.contiguous(),
         PAIRS=0 if phases is None else phases.cos.shape[-1],
         ENTRIES=pages is not None and selected is not None,
-        INDEXED=selected is not None and selected.indices is not None,
-        WIDTH=width,
+        LISTED=listed > 0,
         PADDED=power_of_two(width, 16),
         FP32=fp32,
+        **settings,
         **config,
     )
     return out

@@ -18,6 +18,7 @@ from birkhoff.kernels.rope.decode import rope_heads
 
 RATIO = 4
 PER_PAGE = 128 // RATIO
+MAX_TILE = 1 << 15  # scores of a row that are selected from registers
 FORBID, FORCE = tl.constexpr(2), tl.constexpr(3)  # kinds of rules
 
 
@@ -146,7 +147,7 @@ def _topk_entries(
     topk,
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    TILE: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -161,14 +162,15 @@ def _topk_entries(
     else:
         # Radix select from the highest bit: the largest value that at least `topk` entries reach.
         threshold = tl.full([], -2147483648, tl.int32)
-        if ONE_TILE:  # all scores fit one tile
-            _, key = _keys(scores, 0, count, BLOCK)
-            threshold = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= topk, 0, threshold)
-            for bit in tl.static_range(31):
+        if TILE > 0:  # all scores fit one tile
+            _, row_keys = _keys(scores, 0, count, TILE)
+            threshold = tl.where(tl.sum((row_keys >= 0).to(tl.int32), axis=0) >= topk, 0, threshold)
+            for bit in range(31):
                 candidate = threshold + (1 << (30 - bit))
                 threshold = tl.where(
-                    tl.sum((key >= candidate).to(tl.int32), axis=0) >= topk, candidate, threshold
+                    tl.sum((row_keys >= candidate).to(tl.int32), axis=0) >= topk, candidate, threshold
                 )
+            above = tl.sum((row_keys > threshold).to(tl.int32), axis=0)
         else:
             threshold = tl.where(_count_at_least(scores, 0, count, BLOCK) >= topk, 0, threshold)
             for bit in range(31):
@@ -176,9 +178,8 @@ def _topk_entries(
                 threshold = tl.where(
                     _count_at_least(scores, candidate, count, BLOCK) >= topk, candidate, threshold
                 )
-        ties_kept = topk - _count_at_least(
-            scores, threshold + 1, count, BLOCK
-        )  # entries equal to the threshold that are selected
+            above = _count_at_least(scores, threshold + 1, count, BLOCK)
+        ties_kept = topk - above  # entries equal to the threshold that are selected
         stored = tl.full([], 0, tl.int32)
         tied = tl.full([], 0, tl.int32)
         for first in range(0, count, BLOCK):
@@ -247,16 +248,16 @@ def topk_entries(scores, positions, topk_indices, counted: bool = False) -> None
     `counted`, `positions` are the numbers of visible entries instead."""
     n, max_entries = scores.shape
     topk = topk_indices.shape[1]
-    block = min(4096, power_of_two(max_entries, 64))
+    tile = power_of_two(max_entries, 64)
     _topk_entries[(n,)](
         scores,
         positions,
         topk_indices,
         max_entries,
         topk,
-        BLOCK=block,
+        BLOCK=min(4096, tile),
         TOPK=power_of_two(topk),
-        ONE_TILE=max_entries <= block,
+        TILE=tile if tile <= MAX_TILE else 0,
         COUNTED=counted,
-        num_warps=8 if max_entries > 1024 else 4,
+        num_warps=16 if 4096 < tile <= MAX_TILE else 8 if tile > 1024 else 4,
     )

@@ -1,9 +1,10 @@
 """The indexer over the many queries of a prompt on a GPU: scores of all queries, then their top-k, two launches.
 
 `index_chunks` and `index_topk` are the twins of the reference. `_score` keeps a tile of index keys, read from their
-pages, and iterates over queries; entries that a query cannot see, and queries that keep all visible entries, are not
-scored. Scores of at most `MAX_SCORES` pairs are stored at a time. The selection is `topk_entries` of
-`decode.py`: exact, ties go to the lower index.
+pages, and iterates over queries. Entries are the rows of its products, so that a sum over heads stays within a few
+threads; tiles that no query of a program sees, or whose queries keep all visible entries, are not scored. Scores of at
+most `MAX_SCORES` pairs are stored at a time. The selection is `topk_entries` of `decode.py`: exact, ties go to the
+lower index.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
-from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.gpu import HOPPER_SHARED, power_of_two, shared_memory
 from birkhoff.kernels.index.decode import topk_entries
 from birkhoff.kernels.index.reference import IndexChunk
 
@@ -23,7 +24,7 @@ MAX_SCORES = 1 << 26  # pairs of a query and an entry, four bytes each
 
 
 @triton.jit(
-    do_not_specialize=["rows", "slot", "per_page", "max_entries", "weight_stride", "table_stride"],
+    do_not_specialize=["rows", "slot", "max_entries", "weight_stride", "table_stride"],
     do_not_specialize_on_alignment=["weights", "counts", "scores"],
 )
 def _score(
@@ -32,7 +33,6 @@ def _score(
     weight_stride,
     counts,
     pages,
-    per_page,
     table,
     table_stride,
     slot,
@@ -41,6 +41,7 @@ def _score(
     max_entries,
     topk,
     scale,
+    PER_PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -48,30 +49,41 @@ def _score(
     FP32: tl.constexpr,
 ):
     first = tl.program_id(0) * ENTRIES
-    e = first + tl.arange(0, ENTRIES)
-    h = tl.arange(0, HEADS)
-    d = tl.arange(0, WIDTH)
     first_query = tl.program_id(1) * QUERIES
-    page = tl.load(table + slot * table_stride + e // per_page, mask=e < max_entries, other=0).to(tl.int64)
-    at_key = (page * per_page + e % per_page) * WIDTH
-    k = tl.load(pages + at_key[None, :] + d[:, None], mask=(e < max_entries)[None, :], other=0.0)
-    for i in range(QUERIES):
-        row = first_query + i
-        count = tl.load(counts + row, mask=row < rows, other=0)
-        if (count > topk) & (first < count):
-            at = row.to(tl.int64) * HEADS
-            q = tl.load(queries + (at + h)[:, None] * WIDTH + d[None, :])
+    r = first_query + tl.arange(0, QUERIES)
+    seen = tl.load(counts + r, mask=r < rows, other=0)
+    if tl.max(tl.where(seen > topk, seen, 0), axis=0) > first:
+        e = first + tl.arange(0, ENTRIES)
+        d = tl.arange(0, WIDTH)
+        h = tl.arange(0, HEADS)
+        at_page = table + slot * table_stride + e // PER_PAGE
+        page = tl.load(at_page, mask=e < max_entries, other=0).to(tl.int64)
+        at_key = (page * PER_PAGE + e % PER_PAGE) * WIDTH
+        k = tl.load(pages + at_key[:, None] + d[None, :], mask=(e < max_entries)[:, None], other=0.0)
+        w = tl.load(weights + first_query.to(tl.int64) * weight_stride + h)
+        for i in range(QUERIES):
+            row = (first_query + i).to(tl.int64)
+            at_query = (row * HEADS + h)[:, None] * WIDTH + d[None, :]
+            q = tl.load(queries + at_query, mask=row < rows, other=0.0)
+            next_w = tl.load(weights + (row + 1) * weight_stride + h, mask=row + 1 < rows, other=0.0)
             if FP32:
-                match = tl.dot(q, k, input_precision="ieee")
+                match = tl.dot(k, tl.trans(q), input_precision="ieee")
             else:
-                match = tl.dot(q, k)
+                match = tl.dot(k, tl.trans(q))
             # weights are rounded to the dtype of the model, whose products may be float32
-            w = tl.load(weights + row.to(tl.int64) * weight_stride + h).to(k.dtype).to(tl.float32) * scale
+            match = tl.maximum(match, 0.0) * (w.to(k.dtype).to(tl.float32) * scale)[None, :]
+            w = next_w
             tl.store(
-                scores + row.to(tl.int64) * max_entries + e,
-                tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
-                mask=e < count,
+                scores + row * max_entries + e, tl.sum(match, axis=1), mask=(e < max_entries) & (row < rows)
             )
+
+
+def tile_config(fp32: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
+    """Queries and entries per program, warps and stages."""
+    if fp32:
+        return {"QUERIES": 16, "ENTRIES": 64, "num_warps": 4, "num_stages": 1}
+    large = shared >= HOPPER_SHARED
+    return {"QUERIES": 32, "ENTRIES": 256 if large else 128, "num_warps": 8 if large else 4, "num_stages": 3}
 
 
 def index_chunks(
@@ -90,6 +102,7 @@ def index_chunks(
     queries = queries.to(pages.dtype).contiguous()
     entries = max(chunk.entries for chunk in chunks)
     fp32 = pages.dtype is torch.float32
+    config = tile_config(fp32, shared_memory(pages.device))
     indices = torch.empty(n, topk, dtype=torch.int32, device=pages.device)
     size = min(max(MAX_SCORES // entries, 16), n)
     scores = torch.empty(size, entries, dtype=torch.float32, device=pages.device)
@@ -100,13 +113,13 @@ def index_chunks(
             rows = block.stop - block.start
             if rows <= 0:
                 continue
-            _score[(-(-chunk.entries // 128), -(-rows // 16))](
+            tiles = (-(-chunk.entries // config["ENTRIES"]), -(-rows // config["QUERIES"]))
+            _score[tiles](
                 queries[block],
                 weights[block],
                 weights.stride(0),
                 counts[block],
                 pages,
-                pages.shape[1],
                 table,
                 table.stride(0),
                 chunk.slot,
@@ -117,11 +130,9 @@ def index_chunks(
                 scale,
                 HEADS=heads,
                 WIDTH=width,
-                QUERIES=16,
-                ENTRIES=128,
+                PER_PAGE=pages.shape[1],
                 FP32=fp32,
-                num_warps=4 if fp32 else 8,
-                num_stages=2,
+                **config,
             )
         topk_entries(scores[: stop - start], counts[start:stop], indices[start:stop], counted=True)
     return indices

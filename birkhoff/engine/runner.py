@@ -238,10 +238,13 @@ class Runner:
         return [next(outputs) if chunk.samples else None for chunk in chunks]
 
     def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether a CUDA graph can run the step: one token and its draft tokens per request, no ragged sites."""
+        """Whether a CUDA graph can run the step: one token and its draft tokens per request, and rows that a
+        recorded step can capture."""
         if self.read_gate is not None and not self.read_gate.complete:
             return False
-        single = all(chunk.stop - chunk.start == 1 and not _is_ragged(chunk.request) for chunk in chunks)
+        single = all(
+            chunk.stop - chunk.start == 1 and not _is_unrecordable(chunk.request) for chunk in chunks
+        )
         return single and self.graphs is not None and self.graphs.fits(sum(map(_num_rows, chunks)))
 
     def _replay(
@@ -295,9 +298,8 @@ class _NextToken(Sequence[int]):
         return [output_ids[self._index]][index]
 
 
-def _is_ragged(request: Request) -> bool:
-    """Whether steps of generated tokens capture what has no fixed shape."""
-    return request.plan is not None and request.plan.ragged_after_prompt
+def _is_unrecordable(request: Request) -> bool:
+    return request.plan is not None and request.plan.unrecordable
 
 
 def _num_rows(chunk: ScheduledChunk) -> int:

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 
 from birkhoff.hooks.capture_buffer import CaptureBuffer
-from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
+from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span, on_device
 from birkhoff.hooks.site_runner import LayerTap, PostMix, RaggedRunner, SiteRunner
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits
@@ -228,7 +228,7 @@ class BatchTap(NoTap):
             rows = SiteRows(hook, layer, tensor, positions, token_ids)
             if not whole:
                 rows = rows.part(0, count)
-            if observer is not None and not _on_device(request.job):
+            if observer is not None and not on_device(request.job):
                 observer(request.span.plan, request.job, rows)
             request.job.deliver(rows)
         for ragged_rows in self._ragged_rows(index, count):
@@ -249,10 +249,10 @@ class BatchTap(NoTap):
 
     def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:
         count = len(self.requests[index].rows)
-        on_device = _on_device(self.requests[index].job)
+        stays = on_device(self.requests[index].job)
         for site, first in self.layout.sites_of[index]:
             if site in self._staged:
-                rows = self._staged[site] if on_device else self.on_host(site)
+                rows = self._staged[site] if stays else self.on_host(site)
                 yield site.key, rows[first : first + count]
 
     def on_host(self, site: CaptureSite) -> torch.Tensor:
@@ -274,10 +274,6 @@ def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None
     tap = BatchTap(staging.layout(requests), requests, edits)
     staging.last_edit_tap = None if requests else tap
     return tap
-
-
-def _on_device(job: Job) -> bool:
-    return getattr(job, "on_device", False)
 
 
 def _row_requests(span: Span) -> list[RowRequest]:

@@ -80,7 +80,7 @@ class Job(Protocol):
     """A consumer of rows of one request. Its methods must not raise: a job reports its own errors.
 
     A job with a true attribute `on_device` receives rows where the step computed them, in memory of their own; others
-    receive rows on the host. Rows of recorded decode steps are on the host for all."""
+    receive rows on the host."""
 
     @property
     def keys(self) -> Collection[Key]: ...
@@ -103,6 +103,11 @@ class Job(Protocol):
     def close(self, finish_reason: str, num_tokens: int) -> None:
         """The request has ended; no more rows will come. Also called if the job was never opened."""
         ...
+
+
+def on_device(job: Job) -> bool:
+    """Whether the job receives rows where they are computed."""
+    return getattr(job, "on_device", False)
 
 
 class Edit(Protocol):
@@ -177,9 +182,10 @@ class Plan:
         return None if None in generated else tuple(index for index, every in enumerate(generated) if every)
 
     @cached_property
-    def ragged_after_prompt(self) -> bool:
-        """Whether ragged sites of generated tokens may be captured: those steps cannot be recorded."""
-        return any(BY_NAME[hook].ragged for job in self.jobs for hook, _ in job.keys)
+    def unrecordable(self) -> bool:
+        """Whether steps that may capture its rows cannot be recorded: rows of ragged sites have no fixed shape, and a
+        recorded step copies rows to the host."""
+        return any(on_device(job) or any(BY_NAME[hook].ragged for hook, _ in job.keys) for job in self.jobs)
 
     @cached_property
     def idle_after_prompt(self) -> bool:
@@ -190,7 +196,7 @@ class Plan:
     def runs_ahead(self) -> bool:
         """Whether a generated token can be computed before the host knows it: what is edited is the same for all of
         them. Jobs may still select tokens by their ids."""
-        return self.on_generated is not None and not self.by_position and not self.ragged_after_prompt
+        return self.on_generated is not None and not self.by_position and not self.unrecordable
 
     @cached_property
     def prefill_digest(self) -> bytes | None:

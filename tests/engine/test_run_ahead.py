@@ -353,3 +353,16 @@ def test_prompts_end_as_they_should_when_the_next_step_is_cancelled_or_fails(mod
         ids for ids, each in zip(expected, (first, second)) if each in done
     ]
     assert third.finish_reason == "length" and core.scheduler.slots.num_free == 3 and not core._ending
+
+
+def test_rows_read_on_the_device_come_from_no_recorded_step(model, monkeypatch):
+    """Recorded steps copy rows to the host; the last token of a prompt may be a step of its own."""
+    jobs = [Rows(), Rows()]
+    jobs[1].on_device = True
+    core = make_core(model, max_batch_tokens=2)
+    replayed, replay = [], core.runner._replay
+    monkeypatch.setattr(core.runner, "_replay", lambda *given: replayed.append(given) or replay(*given))
+    for count, job in enumerate(jobs):
+        run(core, [watched(5 + 9 * count, 1, Plan(jobs=(job,)))])
+        assert [position for position, _ in job.labels] == [0, 1, 2]
+        assert len(replayed) == 1, "only the rows of the first job are captured by a recorded step"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff.analysis.attribution import Attribution, SiteScores
-from birkhoff.analysis.forward import text_tap
+from birkhoff.analysis.forward import residual_hook, text_tap
 from birkhoff.analysis.gradients import Change, GraphTensorsTap, SiteTensors, run_with_graph
 from birkhoff.analysis.metric import ResolvedMetric, resolve_metric
 from birkhoff.analysis.nodes import ExpertNodes, FeatureNodes, Nodes, SiteNodes, feature_context, mean_row
@@ -185,7 +185,7 @@ def compare_texts(
     other = _baseline_ids(engine, baseline, ids)
     if baseline == "mean" and (experts or features):
         raise OptionError("baseline 'mean' is for sites. Experts and features take 'zero' or another text.")
-    inputs: Key = ("pre_attn" if engine.num_streams is None else "mhc_streams_pre_attn", 0)
+    inputs: Key = (residual_hook(engine), 0)
     needed = dict.fromkeys([*keys, inputs, *experts, *features])
     for _, layer in experts:
         needed |= dict.fromkeys([("mlp_in", layer), ("moe_topk", layer)])

@@ -42,6 +42,11 @@ def texts_of(engine: Engine, prompts: Any) -> tuple[list[list[int]], bool]:
     return [engine.prompt_ids(prompt) for prompt in each], single
 
 
+def residual_hook(engine: Engine) -> str:
+    """The hook of the residual, or the streams, entering a layer."""
+    return "pre_attn" if engine.num_streams is None else "mhc_streams_pre_attn"
+
+
 def passes(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Indices of the texts that run together, in order."""
     together: list[int] = []

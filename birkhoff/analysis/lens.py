@@ -54,8 +54,7 @@ class Lens:
     @property
     def views(self) -> list[View]:
         """Accepted values of `of`."""
-        streams: list[View] = list(range(self._model.config.hc_mult)) if self.per_stream else []
-        return [*streams, "mean", "head"] if self.per_stream else ["head"]
+        return [*range(self._residuals[0].shape[1]), "mean", "head"] if self.per_stream else ["head"]
 
     def logits(self, depth: int, of: View = "head") -> torch.Tensor:
         """Return float32 logits [T, vocab] at a depth."""
@@ -75,7 +74,7 @@ class Lens:
             elif of == "mean":
                 single = residual.mean(1)
             else:
-                single = model.hc_head(residual)[0] if self.per_stream else residual
+                single = model.merge_streams(residual) if self.per_stream else residual
             logits: torch.Tensor = model.logits(model.norm(single))
             return logits
 
@@ -140,13 +139,14 @@ def compute_lens(
             )
             for each in trace(engine, texts, ["pre_attn", "final_hidden"], steer)
         ]
-    model = engine.v4_model
     lenses = []
     for each in trace(engine, texts, ["mhc_streams_pre_attn", "mhc_streams_final"], steer):
         residuals = [each["mhc_streams_pre_attn", layer] for layer in range(last + 1)]
         residuals.append(each["mhc_streams_final", last])
         if not per_stream:
             with torch.no_grad():
-                residuals = [model.hc_head(streams)[0] for streams in residuals]
-        lenses.append(Lens(model, each.token_ids, residuals, per_stream, each.tokens, engine.token_texts))
+                residuals = [engine.model.merge_streams(streams) for streams in residuals]
+        lenses.append(
+            Lens(engine.model, each.token_ids, residuals, per_stream, each.tokens, engine.token_texts)
+        )
     return lenses

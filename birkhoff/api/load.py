@@ -78,7 +78,7 @@ def load(
         return _load_with_vllm(model, path, chosen)
     _refuse(chosen, VLLM_ONLY, "the backend vllm")
     if _runs_through_transformers(path, chosen):
-        return _load_with_transformers(model, path, chosen)
+        return _load_with_transformers(model, path, chosen, progress)
     checkpoint = open_checkpoint(path)
     check_context(chosen, checkpoint)
     run = plan_run(chosen, checkpoint)
@@ -240,13 +240,22 @@ def _capture_queues(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-def _load_with_transformers(model: str | Path, path: Path, options: EngineOptions) -> Engine:
+def _load_with_transformers(
+    model: str | Path, path: Path, options: EngineOptions, progress: Callable[[int, int], None] | None
+) -> Engine:
     _refuse(options, OWN_ONLY, "the backend birkhoff")
     device = select_device(options.device)
     # V4 through Transformers is the reference that our own model is compared with
     plain = device.type == "cpu" or not runs_here(read_config(path))
     auto = torch.float32 if plain else torch.bfloat16
-    opened = open_model(path, device, DTYPES.get(options.dtype, auto))
+    progress = progress or notebook.progress(f"loading {model}")
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if progress is not None:
+        progress(0, size)
+    show_bar = progress is None and sys.stderr.isatty()
+    opened = open_model(path, device, DTYPES.get(options.dtype, auto), show_bar)
+    if progress is not None:
+        progress(size, size)
     network = opened.model
     cache_bytes = free_bytes_of(device) // 4 if options.cache_bytes is None else options.cache_bytes
     context = context_for(network, options.max_context, options.max_requests, cache_bytes)
@@ -255,7 +264,7 @@ def _load_with_transformers(model: str | Path, path: Path, options: EngineOption
     )
     print(
         f"birkhoff: {model} ({network.family.title}) on {device} through transformers, {dtype_name(network.dtype)}, "
-        f"{network.settings['attention']} attention; {options.max_requests} requests of up to {context} tokens, "
+        f"{network.settings['attention']} attention; {_requests(options)} of up to {context} tokens, "
         f"cache_bytes {cache_bytes}",
         file=sys.stderr,
     )
@@ -411,7 +420,6 @@ def _report(
     if isinstance(memory, HostBudget) and memory.mapped:
         experts = f"; {memory}"
     weights = ", weights as stored" if run.packed else ""
-    requests = "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
     if run.device.type == "cpu" and options.kernels == "auto" and not jit.AVAILABLE:
         print(
             "birkhoff: numba is missing, so the CPU kernels run uncompiled and decoding is many times slower. "
@@ -420,10 +428,14 @@ def _report(
         )
     print(
         f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
-        f"{run.numerics.kernels.name} kernels{weights}; {requests} of up to {cache.context} tokens, "
+        f"{run.numerics.kernels.name} kernels{weights}; {_requests(options)} of up to {cache.context} tokens, "
         f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
         file=sys.stderr,
     )
+
+
+def _requests(options: EngineOptions) -> str:
+    return "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.output import Output
 
+MIX = "/mix [LAYER]"
 HELP = {
     "/help": "show this list",
     "/system TEXT": "set the system message; without TEXT, remove it",
     "/reset": "clear the messages, keep the system message",
     "/steer LINE": "steer the next answers, as --steer: +2.0 NAME @ HOOK[LAYERS] stream=1; 'off' removes it",
-    "/mix [LAYER]": "show the 4x4 mixing matrices of the last token (default: last layer)",
+    MIX: "show the 4x4 mixing matrices of the last token (default: last layer)",
     "/quit": "leave (also Ctrl-D)",
     "//TEXT": "send a message that begins with a slash",
 }
@@ -103,7 +104,7 @@ class Conversation:
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name == "/help":
-            for usage, description in HELP.items():
+            for usage, description in self._help().items():
                 self.console.print(f"{usage:<14} {description}")
         elif name == "/system":
             self.system = argument or None
@@ -117,8 +118,16 @@ class Conversation:
         elif name == "/quit":
             return False
         else:
-            raise OptionError(f"{quoted(name)} is no command here. There is {', '.join(HELP)}.")
+            raise OptionError(f"{quoted(name)} is no command here. There is {', '.join(self._help())}.")
         return True
+
+    def _help(self) -> dict[str, str]:
+        """Commands for this model by usage, with descriptions."""
+        if self.engine.num_streams is not None:
+            return HELP
+        left = {usage: text.replace(" stream=1", "") for usage, text in HELP.items()}
+        del left[MIX]
+        return left
 
     def _show(self, events: list[Event]) -> None:
         for event in events:
@@ -144,6 +153,10 @@ class Conversation:
 
     def _mix(self, argument: str) -> None:
         """Print the mixing matrices of the last token at a layer (default: the last)."""
+        if self.engine.num_streams is None:
+            raise OptionError(
+                "/mix shows how the residual streams of DeepSeek-V4 are mixed; this model has one residual."
+            )
         if not self.last_ids:
             raise PromptError(
                 "nothing has been said yet, so there is no token to look at. Send a message first."

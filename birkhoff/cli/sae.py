@@ -19,7 +19,7 @@ from birkhoff.byte_size import format_bytes
 from birkhoff.cli.crosscoder import crosscoder, training_progress
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
-from birkhoff.cli.report import read_tokenizer
+from birkhoff.cli.report import Tokens, read_tokenizer
 from birkhoff.cli.terminal import print_status, progress_bar
 from birkhoff.data.texts import open_texts, read_texts
 from birkhoff.errors import OptionError
@@ -325,7 +325,7 @@ def read(
             help="Directory to write features.parquet to. [default: DIRECTORY, where the page reads it]"
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Model whose tokenizer reads the tokens.")] = "nano",
+    model: Tokens = None,
     promotes: Annotated[
         bool,
         typer.Option("--promotes", help="Load the model too, for the tokens that each feature promotes."),
@@ -352,14 +352,14 @@ def read(
     if out is None and not (target.is_dir() and directory.exists()):
         raise OptionError(f"{directory} is no directory of your own. Say where to write: --out DIR")
     sae = Sae.load(directory, hook, layer, view)
-    tokenizer = read_tokenizer(model)
+    tokenizer, captured = read_tokenizer(model, store)
     if tokenizer is None:
         raise OptionError(
-            f"labels and contexts need a tokenizer, and {model} has none. Name another: --model"
+            f"labels and contexts need a tokenizer, and {captured or store} has none. Name another: --model"
         )
     spelled = None
     if promotes:
-        with open_engine({"model": model}) as engine:
+        with open_engine({"model": captured}) as engine:
             both = promoted_tokens(engine, sae)
         spelled = [
             tuple([tokenizer.decode([token]) for token in side[row].tolist()] for side in both)

@@ -34,7 +34,12 @@ EXPERT_COUNTS, EXPERT_STRENGTHS = (4, 12), (0.3, 1.0)
 def contrast(
     positive: Texts,
     negative: Texts,
-    hook: Annotated[str, typer.Option(help="Hook to read rows from.")] = "mhc_streams_pre_attn",
+    hook: Annotated[
+        str | None,
+        typer.Option(
+            help="Hook to read rows from. [default: mhc_streams_pre_attn; pre_attn on an ordinary model]"
+        ),
+    ] = None,
     layers: Annotated[str, typer.Option(help="Layers: 4 or 2,4 or 2..6 or *.")] = "*",
     how: Annotated[
         str, typer.Option(help="Method: mean_diff, or pca of the pair differences.")
@@ -73,7 +78,7 @@ def contrast(
             "plot": plot,
             "streams": streams,
             "note": note,
-            "hook": hook != "mhc_streams_pre_attn",
+            "hook": hook,
             "how": how != "mean_diff",
             "tokens": tokens != "mean",
         }
@@ -87,6 +92,7 @@ def contrast(
     if requests is not None or up or down:
         raise OptionError("--requests, --up and --down are for --experts. Use vectors search for vectors.")
     from birkhoff.analysis.contrast import contrast_rows, vector_of
+    from birkhoff.analysis.forward import residual_hook
     from birkhoff.cli.vector_report import separation_svg, separation_table
 
     positive_texts = read_texts(positive)
@@ -94,7 +100,8 @@ def contrast(
     selector = parse_layers(layers)
     kept_streams = None if streams is None else parse_streams(streams)
     with open_engine(load_options, MAX_REQUESTS) as engine:
-        rows = contrast_rows(engine, positive_texts, negative_texts, hook, selector, tokens)
+        site = hook or residual_hook(engine)
+        rows = contrast_rows(engine, positive_texts, negative_texts, site, selector, tokens)
         separations = rows.separation(how)
         vector = vector_of(engine, rows, rows.layers, how, kept_streams, note)
     _print_table(separation_table(separations))
@@ -177,7 +184,12 @@ def search(
     requests: Annotated[str, typer.Option(help="Prompts to generate answers for, one per line.")],
     up: Annotated[str, typer.Option(help="Words that indicate the positive side, joined by commas.")] = "",
     down: Annotated[str, typer.Option(help="Words that indicate the negative side.")] = "",
-    hooks: Annotated[str, typer.Option(help="Hooks to try, joined by commas.")] = "mhc_streams_pre_attn",
+    hooks: Annotated[
+        str | None,
+        typer.Option(
+            help="Hooks to try, joined by commas. [default: mhc_streams_pre_attn; pre_attn on an ordinary model]"
+        ),
+    ] = None,
     layers: Annotated[str, typer.Option(help="Layers: 4 or 2,4 or 2..6 or *.")] = "*",
     strengths: Annotated[
         str, typer.Option(help="Vector norms in units of the mean row norm, joined by commas.")
@@ -199,6 +211,7 @@ def search(
     """
     load_options, _ = split_options(options)
     from birkhoff.analysis.contrast import contrast_rows
+    from birkhoff.analysis.forward import residual_hook
     from birkhoff.analysis.steering_effect import best_trial
     from birkhoff.analysis.vector_search import count_trials, scaled_vector, search_vectors
     from birkhoff.cli.vector_report import trials_table
@@ -221,7 +234,7 @@ def search(
         selector = parse_layers(layers)
         contrasts = {
             hook: contrast_rows(engine, positive_texts, negative_texts, hook, selector)
-            for hook in parse_words(hooks)
+            for hook in parse_words(hooks or residual_hook(engine))
         }
         trials: list[Trial] = []
         total = count_trials(contrasts, norms, each_stream)

@@ -143,6 +143,11 @@ class HfModel:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
+    def merge_streams(self, streams: torch.Tensor) -> torch.Tensor:
+        """Residual streams [T, m, d] of DeepSeek-V4, at any depth, to the residual [T, d] before the final norm."""
+        merged: torch.Tensor = self.network.get_submodule(self.family.stream_merge)(streams.unsqueeze(0))[0]
+        return merged
+
     def norm(self, residual: torch.Tensor) -> torch.Tensor:
         """The final norm of residuals [..., d]."""
         normed: torch.Tensor = self._norm(residual)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ class OpenedModel:
     chat: TemplateChat | None
 
 
-def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedModel:
-    """Load a checkpoint directory. Code in a checkpoint is never executed, and weights are safetensors only."""
+def open_model(path: Path, device: torch.device, dtype: torch.dtype, show_bar: bool = False) -> OpenedModel:
+    """Load a checkpoint directory. Code in a checkpoint is never executed, and weights are safetensors only. `show_bar`
+    leaves Transformers its progress bar."""
     raw = read_config(path)
     family = family_of(raw)
     transformers = _library()
@@ -39,9 +41,10 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype) -> OpenedMo
     soft_capped = raw.get("attn_logit_softcapping") is not None or family.model_type == "gemma2"
     attention = "eager" if soft_capped or not family.cached else "sdpa"
     try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **_LOCAL
-        )
+        with _progress_bar(transformers, show_bar):
+            network = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **_LOCAL
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"Transformers cannot load {path}: {quoted(str(error), 400)}.") from None
     text = open_text(path, int(network.config.vocab_size))
@@ -132,6 +135,19 @@ def _library() -> Any:
             "pip install 'birkhoff-v4[transformers]'."
         ) from None
     return transformers
+
+
+@contextmanager
+def _progress_bar(transformers: Any, shown: bool) -> Iterator[None]:
+    logging = transformers.utils.logging
+    hidden = not shown and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def _tokenizer(path: Path) -> Any:

@@ -245,6 +245,11 @@ class Transformer(nn.Module):
                 layer += 1
         return layer
 
+    def merge_streams(self, streams: torch.Tensor) -> torch.Tensor:
+        """Residual streams [T, m, d], at any depth, to the residual [T, d] before the final norm."""
+        merged: torch.Tensor = self.hc_head(streams)[0]
+        return merged
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [n, d] -> [n, vocab] float32."""
         logits: torch.Tensor = self.head(hidden)

@@ -61,3 +61,18 @@ def test_generation_recomputes_the_text_and_captures_every_row_once(pair):
         engine.generate(
             IDS[:3], steer=[Add(torch.ones(TINY.hidden_size), "mhc_streams_pre_attn", [0])], max_tokens=1
         )
+
+
+def test_the_lens_merges_streams_as_the_model_does(pair):
+    ours, engine = pair
+    lens = engine.lens(IDS)
+    assert lens.views == [*range(TINY.hc_mult), "mean", "head"] and lens.depths == TINY.num_hidden_layers + 1
+    torch.testing.assert_close(lens.logits(-1), engine.logits(IDS), rtol=1e-4, atol=1e-4)
+    streams = engine.trace(IDS, "mhc_streams_pre_attn")["mhc_streams_pre_attn", 2].cpu()
+    with torch.no_grad():
+        merged = ours.logits(ours.norm(ours.hc_head(streams)[0]))
+        alone = ours.logits(ours.norm(streams[:, 1]))
+    torch.testing.assert_close(lens.logits(2).cpu(), merged, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(lens.logits(2, 1).cpu(), alone, rtol=2e-4, atol=2e-4)
+    merged_only = engine.lens(IDS, per_stream=False)
+    torch.testing.assert_close(merged_only.logits(2), lens.logits(2), rtol=1e-5, atol=1e-5)

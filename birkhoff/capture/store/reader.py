@@ -78,6 +78,16 @@ class CaptureEntries(dict[Address, CaptureEntry]):
             return default
 
 
+def captured_model(directory: str | os.PathLike[str]) -> str | None:
+    """The name of the model that a capture was made with, from one of its files; None if it says none."""
+    for sidecar in Path(directory).rglob("*.json"):
+        if sidecar.with_suffix(".bin").is_file():
+            with CaptureFile(sidecar, labels=False) as file:
+                facts = [file.facts, *(file.facts.get("requests") or {}).values()]
+            return next((str(each["model"]) for each in facts if each.get("model")), None)
+    return None
+
+
 def read_per_file(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False) -> CaptureEntry:
     """Read one `{layer}_{hook}` payload with its sidecar. A sidecar without a dtype means float32."""
     path = Path(path)

@@ -34,7 +34,7 @@ template <typename T, typename V> void atomicMax(T* p, V v) {
 }
 
 // Barriers of named groups of threads, and those of stages, by address.
-static std::unique_ptr<std::barrier<>> multiplying, everybody;
+static std::unique_ptr<std::barrier<>> multiplying, copying, groups[2];
 struct StageBarrier { int arrivals = 0, pending = 0; unsigned phase = 0; };
 static StageBarrier stage_barriers[64];
 static std::condition_variable changed;
@@ -53,20 +53,21 @@ inline void barrier_wait(unsigned address, unsigned parity) {
     std::unique_lock<std::mutex> held(guard);
     changed.wait(held, [&] { return (stage_barrier(address).phase & 1) != parity; });
 }
-#ifdef ROLES  // else the source defines it
 inline void sync_multiplying() { multiplying->arrive_and_wait(); }
-#endif
-inline void sync_all() { everybody->arrive_and_wait(); }
+inline void sync_copying() { copying->arrive_and_wait(); }
+inline void sync_group(int group) { groups[group]->arrive_and_wait(); }
+inline void fewer_registers() {}
+inline void more_registers() {}
 inline void fence_async_proxy() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
-inline void wgmma_wait(unsigned (&)[4][4]) {}
-template <int GROUPS> void wgmma_wait_for_all_but() {}
+inline void wgmma_wait_all() {}
 template <int COUNT> void hold(float (&)[COUNT]) {}
 
 inline void copy16(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
 inline void copy16_of_line(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
 inline void copy4(unsigned to, const void* from) { memcpy(memory + to, from, 4); }
+inline void copy8(unsigned to, const void* from) { memcpy(memory + to, from, 8); }
 inline void copies_commit() {}
 template <int PENDING> void copies_wait() {}
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
@@ -111,9 +112,11 @@ void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
     __syncwarp();
 }
 
-template <typename KERNEL> void run_roles(int threads, Place block, const KERNEL& kernel) {
+// One block of a grid of persistent blocks.
+template <typename KERNEL> void run_roles(int threads, Place block, int grid, const KERNEL& kernel) {
     multiplying = std::make_unique<std::barrier<>>(256);
-    everybody = std::make_unique<std::barrier<>>(threads);
+    copying = std::make_unique<std::barrier<>>(threads - 256);
+    for (auto& each : groups) each = std::make_unique<std::barrier<>>(128);
     const int chosen[1][2] = {{block.x, block.y}};
-    run_blocks({block.x + 1, block.y + 1}, chosen, 1, threads, kernel);
+    run_blocks({grid, 1}, chosen, 1, threads, kernel);
 }

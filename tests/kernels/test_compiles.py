@@ -72,7 +72,7 @@ CUDA_TARGETS = {
         "attend",
         "sample",
     ),
-    "sm_90a": ("prompt_experts", "prompt_pipeline"),
+    "sm_90a": ("prompt_experts",),
     "sm_100": (
         "gemv",
         "gemv_q8",

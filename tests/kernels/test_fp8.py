@@ -23,6 +23,7 @@ from birkhoff.kernels.experts import prefill as experts
 
 from birkhoff.kernels.linear import fp8 as linear  # isort: skip
 from birkhoff.kernels.mhc import prefill as mhc  # isort: skip
+from birkhoff.kernels.cuda.prompt_experts import input_order
 from birkhoff.kernels.norm import prefill as norm
 from birkhoff.kernels.quant import device
 
@@ -139,7 +140,7 @@ def codes_match(found, rows: torch.Tensor) -> None:
     assert torch.equal(found.codes[:n].view(torch.uint8), codes[:n].view(torch.uint8))
     assert torch.equal(found.scales[:, :n], scales[:, :n])
     if found.ordered is not None:
-        ordered, _ = device.quantise_fp8(rows, "halves")
+        ordered, _ = device.quantise_fp8(rows, input_order(rows, 128))
         assert torch.equal(found.ordered[:n].view(torch.uint8), ordered.view(torch.uint8))
 
 

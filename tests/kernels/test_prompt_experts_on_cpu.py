@@ -1,6 +1,6 @@
-"""Both main loops of the experts for prompts (`prompt_experts.cu`, `prompt_pipeline.cu`), compiled for a CPU
-(`hopper_on_cpu.h`) and compared with exact products: which thread decodes which code, stages and their barriers, passes
-over scales that are far apart, rounding of the result. What only a GPU shows are the asynchronous copies and products.
+"""The experts for prompts (`prompt_experts.cu`), compiled for a CPU (`hopper_on_cpu.h`) and compared with exact
+products: which thread decodes which code, stages and their barriers across the ends of tiles, passes over scales that
+are far apart, rounding of the result. What only a GPU shows are the asynchronous copies and products.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from tests.sizes import FULL
 SOURCES = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
 HERE = Path(__file__).parent
 CALLS = """
-extern "C" void run_gate_up_N(Product p, const int* order, const float* weights, int count, int topk, float limit,
-                              int inner, u8* z, float* z_scale, int pairs) {
-    run_roles(THREADS, {0, 0}, [=] {
-        if (threadIdx.x >= MULTIPLYING) copy_stages<N>(p, memory, GateUpRows{order, 0, count, topk, inner});
-        else gate_up<N>(p, memory, order, weights, 0, count, topk, limit, inner, z, z_scale, pairs);
-    });
+extern "C" void run_gate_up(Arguments a, GateUp kernel, int grid) {
+    for (int i = 0; i < grid; i++) run_roles(THREADS, {i, 0}, grid, [=] { run_tiles(a, kernel, memory); });
 }
-extern "C" void run_down_N(Product p, const int* order, int count, int width, u16* y) {
-    run_roles(THREADS, {0, 0}, [=] {
-        if (threadIdx.x >= MULTIPLYING) copy_stages<N>(p, memory, DownRows{0, count});
-        else down<N>(p, memory, order, 0, count, width, y);
-    });
+extern "C" void run_down(Arguments a, Down kernel, int grid) {
+    for (int i = 0; i < grid; i++) run_roles(THREADS, {i, 0}, grid, [=] { run_tiles(a, kernel, memory); });
 }
 """
-TOKENS = (32, 80, 112) if FULL else (32, 112)
+TOPK, LIMIT = 2, 10.0
+ADDRESS, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
-class Product(ctypes.Structure):
-    """As in prompt_common.cuh."""
+def structure(**fields: type) -> type[ctypes.Structure]:
+    return type("Fields", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_scale", ctypes.c_void_p),
-        ("x_rows", ctypes.c_int),
-        ("width", ctypes.c_int),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-    )
+
+Arguments = structure(
+    x=ADDRESS,
+    x_scale=ADDRESS,
+    x_rows=INT,
+    width=INT,
+    addresses=ADDRESS,
+    blocks=ADDRESS,
+    order=ADDRESS,
+    row_tiles=INT,
+)
+GateUp = structure(weights=ADDRESS, topk=INT, inner=INT, limit=FLOAT, z=ADDRESS, z_scale=ADDRESS, pairs=INT)
+Down = structure(y=ADDRESS, width=INT)
 
 
 def without_ptx(name: str) -> str:
@@ -57,16 +56,14 @@ def without_ptx(name: str) -> str:
     return "\n\n".join(each for each in text.split("\n\n") if "asm" not in each) + "\n"
 
 
-@pytest.fixture(scope="module", params=["prompt_experts.cu", "prompt_pipeline.cu"])
-def library(request, tmp_path_factory) -> ctypes.CDLL:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("hopper_on_cpu")
-    names = ("common.cuh", "wgmma.cuh", "prompt_common.cuh", request.param, "prompt_outputs.cuh")
-    roles = "#define ROLES\n" if "pipeline" in request.param else ""
-    text = roles + '#include "hopper_on_cpu.h"\n' + "".join(without_ptx(name) for name in names)
-    text += "".join(re.sub(r"\bN\b|(?<=_)N\b", str(n), CALLS) for n in TOKENS)
+    names = ("common.cuh", "wgmma.cuh", "prompt_common.cuh", "prompt_experts.cu")
+    text = '#include "hopper_on_cpu.h"\n' + "".join(without_ptx(name) for name in names) + CALLS
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -102,55 +99,81 @@ def random_matrix(
     return codes, torch.randint(121 - distance, 122, (rows, width // 32), generator=g).to(torch.uint8)
 
 
-def product(x: torch.Tensor, scale: torch.Tensor, matrix: tuple[torch.Tensor, torch.Tensor]) -> Product:
-    pointers = [each.data_ptr() for each in (x, scale, *matrix)]
-    return Product(pointers[0], pointers[1], scale.shape[1], x.shape[1], *pointers[2:])
+class Case:
+    """Experts with some numbers of tokens, the matrices, and the plan; the expert `absent` has an empty block."""
+
+    def __init__(self, tokens: list[int], width: int, inner: int, distance: int, absent: int | None):
+        self.g = torch.Generator().manual_seed(sum(tokens))
+        self.width, self.inner, self.pairs = width, inner, sum(tokens)
+        shapes = ((2 * inner, width), (width, inner))
+        self.matrices = [[random_matrix(self.g, *shape, distance) for shape in shapes] for _ in tokens]
+        starts = [sum(tokens[:i]) for i in range(len(tokens))]
+        self.experts = [
+            (expert, slice(start, start + count))
+            for expert, (start, count) in enumerate(zip(starts, tokens))
+            if count and expert != absent
+        ]
+        blocks = [(i, starts[i], 0 if i == absent else n, 0) for i, n in enumerate(tokens) if n]
+        self.blocks = torch.tensor([*blocks, (0, 0, 0, 0)], dtype=torch.int32)  # the last one is not in use
+        self.blocks[:, 3] = len(blocks)
+        choice = torch.randint(0, TOPK, (self.pairs,), generator=self.g)
+        self.order = (torch.randperm(self.pairs, generator=self.g) * TOPK + choice).int()
+        self.table = torch.tensor(
+            [[part.data_ptr() for pair in each for part in pair] for each in self.matrices]
+        )
+
+    def arguments(self, x: torch.Tensor, scale: torch.Tensor, row_tiles: int) -> ctypes.Structure:
+        addresses = [each.data_ptr() for each in (self.table, self.blocks, self.order)]
+        return Arguments(x.data_ptr(), scale.data_ptr(), scale.shape[1], x.shape[1], *addresses, row_tiles)
+
+    def values(self, expert: int, matrix: int) -> torch.Tensor:
+        return quant.dequant_fp4(*self.matrices[expert][matrix]).double()
 
 
-def address(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+CASES = {
+    "tiles of many lengths": ([20, 90, 0, 70, 33], 256, 256, 2, 3),
+    "several passes": ([128, 45], 768, 256, 14, None),
+    **({"one set of codes": ([100, 120, 5], 512, 512, 2, None)} if FULL else {}),
+}
 
 
-@pytest.mark.parametrize(
-    "tokens, width, distance", [(20, 768, 2), (20, 256, 14), (100, 256, 2), (70, 768, 2)][: 4 if FULL else 3]
-)
-def test_gate_and_up_are_those_of_exact_products(library, tokens, width, distance):
-    """More steps than stages, a second pass, and one set of sums."""
-    g = torch.Generator().manual_seed(tokens)
-    inner, topk, limit = 128, 2, 10.0
-    x, x_scale, values = random_inputs(g, tokens, width)
-    matrix = random_matrix(g, 2 * inner, width, distance)
-    order = torch.randperm(tokens, generator=g).int() * topk + 1
-    weights = torch.rand(tokens, topk, generator=g)
-    z, z_scale = torch.full((tokens, inner), 127, dtype=torch.uint8), torch.full((1, tokens), torch.nan)
-    room = next(n for n in TOKENS if tokens <= n)
-    pointers = (address(order), address(weights), tokens, topk, ctypes.c_float(limit), inner)
-    getattr(library, f"run_gate_up_{room}")(
-        product(x, x_scale, matrix), *pointers, address(z), address(z_scale), tokens
-    )
-    rows = order.long() // topk
-    gate, up = (values[rows] @ quant.dequant_fp4(*matrix).double().T).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    true = (gate * gate.sigmoid() * up * weights.flatten()[order.long()].unsqueeze(-1)).bfloat16()
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def case(request) -> Case:
+    return Case(*request.param)
+
+
+def test_gate_and_up_are_those_of_exact_products(library, case):
+    x, x_scale, values = random_inputs(case.g, case.pairs, case.width)
+    weights = torch.rand(case.pairs, TOPK, generator=case.g)
+    z = torch.full((case.pairs, case.inner), 127, dtype=torch.uint8)
+    z_scale = torch.full((case.inner // 128, case.pairs), torch.nan)
+    kernel = GateUp(weights.data_ptr(), TOPK, case.inner, LIMIT, z.data_ptr(), z_scale.data_ptr(), case.pairs)
+    library.run_gate_up(case.arguments(x, x_scale, case.inner // 128), kernel, 2)
     place = fragments(torch.arange(128).view(1, 128))[0].argsort()
-    natural = z[:, place].view(torch.float8_e4m3fn).float() * z_scale.T
-    rounded = quant.fp8_round(true, 128).float()
-    assert (natural != rounded).float().mean() < 0.03, "a value next to a tie may be rounded the other way"
-    assert (natural - rounded).norm() < 0.02 * rounded.norm()
+    natural = z.view(case.pairs, -1, 128)[:, :, place].flatten(1).view(torch.float8_e4m3fn).float()
+    found = natural * z_scale.T.repeat_interleave(128, 1)
+    for expert, rows in case.experts:
+        pair = case.order[rows].long()
+        gate, up = (values[pair // TOPK] @ case.values(expert, 0).T).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        true = (gate * gate.sigmoid() * up * weights.flatten()[pair].unsqueeze(-1)).bfloat16()
+        rounded = quant.fp8_round(true, 128).float()
+        differ = (found[rows] != rounded).float().mean()
+        assert differ < 0.03, "a value next to a tie may be rounded the other way"
+        assert (found[rows] - rounded).norm() < 0.02 * rounded.norm()
 
 
-@pytest.mark.parametrize("tokens, inner, distance", [(20, 768, 14), (100, 256, 2)])
-def test_down_is_that_of_exact_products(library, tokens, inner, distance):
-    g = torch.Generator().manual_seed(tokens)
-    width = 256
-    z, z_scale, values = random_inputs(g, tokens, inner)
-    matrix = random_matrix(g, width, inner, distance)
-    order = torch.randperm(tokens, generator=g).int()
-    y = torch.full((tokens, width), torch.nan).bfloat16()
-    room = next(n for n in TOKENS if tokens <= n)
-    getattr(library, f"run_down_{room}")(
-        product(z, z_scale, matrix), address(order), tokens, width, address(y)
-    )
-    true = values @ quant.dequant_fp4(*matrix).double().T
-    assert (y[order.long()].double() - true).norm() < 2.0**-8 * true.norm()
-    assert (y[order.long()].double() - true).abs().max() < 2.0**-8 * true.abs().max()
+def test_down_is_that_of_exact_products(library, case):
+    z, z_scale, values = random_inputs(case.g, case.pairs, case.inner)
+    y = torch.full((case.pairs * TOPK, case.width), torch.nan).bfloat16()
+    arguments = case.arguments(z, z_scale, case.width // 256)
+    library.run_down(arguments, Down(y.data_ptr(), case.width), 3)
+    for expert, rows in case.experts:
+        true = values[rows] @ case.values(expert, 1).T
+        found = y[case.order[rows].long()].double()
+        assert (found - true).norm() < 2.0**-8 * true.norm()
+        assert (found - true).abs().max() < 2.0**-8 * true.abs().max()
+    written = torch.zeros(len(y), dtype=torch.bool)
+    for _, rows in case.experts:
+        written[case.order[rows].long()] = True
+    assert y[~written].isnan().all() and not y[written].isnan().any()

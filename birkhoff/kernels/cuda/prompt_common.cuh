@@ -1,13 +1,10 @@
-// What the kernels of FP4 experts with FP8 inputs share (prompt_experts.cu explains them): decoding, products, scales,
-// and the results of gate and up and of down. A source includes this, then defines `product`, then includes
-// prompt_outputs.cuh.
+// Steps of the kernels of FP4 experts with FP8 inputs, which prompt_experts.cu explains: copies, decoding, products and
+// their scales.
 
 #pragma once
 
 #include "wgmma.cuh"
 
-#define STAGES 5
-#define MULTIPLYING 256  // threads that multiply
 #define SPAN 12  // powers of two that an E4M3 code has room for beside an E2M1 value
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -22,6 +19,10 @@ __device__ __forceinline__ void copy16_of_line(u32 to, const void* from) {
 
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy8(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -60,20 +61,14 @@ struct RowTable {  // E4M3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times 2^power; zer
     }
 };
 
-template <int N>
-struct Stage {  // offsets within one stage of shared memory
-    static constexpr int codes = N * 128, x_scale = codes + 256 * 64;
-    static constexpr int bytes = (x_scale + N * 4 + 1023) / 1024 * 1024;
-};
-
 // The A operands of a tile of 64 rows and 128 columns: codes of rows `row` and `row` + 8, columns 32 t .. 32 t + 31.
-// `scales` are those of the 128 columns, four bytes per row.
+// `scales` are those of the 128 columns, four of the eight bytes of a row.
 __device__ __forceinline__ void decode_tile(u32 (&a)[4][4], const u8* codes, const u8* scales, int row, int t,
                                             const int (&base)[2]) {
     const uint4 w0 = *(const uint4*)(codes + row * 64 + t * 16);
     const uint4 w1 = *(const uint4*)(codes + (row + 8) * 64 + t * 16);
-    const RowTable table0(scales[row * 4 + t] - base[0] + SPAN - 1);
-    const RowTable table1(scales[(row + 8) * 4 + t] - base[1] + SPAN - 1);
+    const RowTable table0(scales[row * 8 + t] - base[0] + SPAN - 1);
+    const RowTable table1(scales[(row + 8) * 8 + t] - base[1] + SPAN - 1);
     const u32 words0[4] = {w0.x, w0.y, w0.z, w0.w}, words1[4] = {w1.x, w1.y, w1.z, w1.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -113,45 +108,3 @@ __device__ __forceinline__ u32 bf16_bits(float v) {  // round to nearest even
     return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
 }
 __device__ __forceinline__ float bf16_round(float v) { return __uint_as_float(bf16_bits(v) << 16); }
-
-struct Product {
-    const u8* x;           // codes of the inputs [rows, width]
-    const float* x_scale;  // [width / 128, x_rows]
-    int x_rows, width;
-    const u8 *codes, *scales;  // of the matrix [rows, width]
-};
-
-// Which row of the matrix local row r (0 .. 255) of a block is, and which row of the inputs token n is.
-struct GateUpRows {  // gate and up alternate by eight, so that a thread has both values of its SwiGLU
-    const int* order;
-    int first, count, topk, inner;
-    __device__ __forceinline__ int of_matrix(int r) const {
-        return (r / 8 & 1) * inner + blockIdx.x * 128 + r / 64 * 32 + r % 64 / 16 * 8 + r % 8;
-    }
-    __device__ __forceinline__ int of_inputs(int n) const { return order[first + min(n, count - 1)] / topk; }
-};
-
-struct DownRows {
-    int first, count;
-    __device__ __forceinline__ int of_matrix(int r) const { return blockIdx.x * 256 + r; }
-    __device__ __forceinline__ int of_inputs(int n) const { return first + min(n, count - 1); }
-};
-
-// Store the scales of the rows of a block in shared memory (thread = row), with the largest one of each row, and find the
-// passes that the row with the widest scales needs. `*passes_needed` is 1 before.
-__device__ __forceinline__ void scan_scales(const u8* own_scales, int blocks, u32* all_scales, int* largest,
-                                            int* passes_needed) {
-    const int tid = threadIdx.x;
-    u32 high = 0, low = ~0u;
-#pragma unroll 8
-    for (int i = 0; i < blocks; i++) {
-        const u32 four = *(const u32*)(own_scales + 4 * i);
-        all_scales[i * 256 + tid] = four;
-        high = __vmaxu4(high, four);
-        low = __vminu4(low, four);
-    }
-    const int most = max(max(high & 255, high >> 8 & 255), max(high >> 16 & 255, high >> 24));
-    const int least = min(min(low & 255, low >> 8 & 255), min(low >> 16 & 255, low >> 24));
-    largest[tid] = most;
-    if ((most - least) / SPAN > 0) atomicMax(passes_needed, (most - least) / SPAN + 1);
-}

@@ -1,10 +1,9 @@
-"""Launches of `prompt_experts.cu` and `prompt_pipeline.cu`: FP4 experts with FP8 inputs for the rows of a prompt, on
-GPUs of compute capability 9.0. Everywhere else the Triton twins do the same (`experts/fp8.py`)."""
+"""Launches of `prompt_experts.cu`: FP4 experts with FP8 inputs for the rows of a prompt, on GPUs of compute capability
+9.0. Everywhere else the Triton twins do the same (`experts/fp8.py`)."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 import torch
 
@@ -12,14 +11,10 @@ from birkhoff.kernels.cuda.compile import compiled_module, find_nvrtc
 from birkhoff.kernels.quant.rounded_rows import Order
 
 MAX_TOKENS = 128  # of a block of the plan
-STAGE_BYTES = 33 * 1024  # of one of the five stages, for 128 tokens
-Loop = Literal["barrier", "pipeline"]
-# Main loops: source and threads of a block. "pipeline" has not been run on a GPU.
-LOOPS: dict[Loop, tuple[str, int]] = {
-    "barrier": ("prompt_experts.cu", 256),
-    "pipeline": ("prompt_pipeline.cu", 384),
-}
-DEFAULT_LOOP: Loop = "barrier"
+THREADS = 384
+_STAGES = 5
+# Of a block: stages of 33 KiB, a ring of scales, results of two groups of warps, facts of six tiles, barriers.
+SHARED_BYTES = _STAGES * 33 * 1024 + 3 * 2048 + 2 * 128 * 72 * 2 + 6 * (256 + 128 * 4 + 16) + 2 * _STAGES * 8
 
 
 def supports(x: torch.Tensor, inner: int) -> bool:
@@ -30,7 +25,7 @@ def supports(x: torch.Tensor, inner: int) -> bool:
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and x.dtype is torch.bfloat16
         and x.shape[1] % 256 == 0
-        and inner % 128 == 0
+        and inner % 256 == 0
         and _has_compiler()
     )
 
@@ -40,9 +35,9 @@ def input_order(x: torch.Tensor, inner: int) -> Order:
     return "fragments" if supports(x, inner) else "halves"
 
 
-def _shared_bytes(width: int) -> int:
-    """Shared memory of a block: stages, the scales of its 256 rows of `width` columns, and their largest ones."""
-    return 5 * STAGE_BYTES + width // 128 * 1024 + 1024 + 128  # barriers last
+def _grid(tiles: int, device: torch.device) -> tuple[int, int]:
+    """One persistent block per multiprocessor, at most one per tile."""
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, tiles), 1
 
 
 @cache
@@ -59,18 +54,16 @@ def gate_up(
     weights: torch.Tensor,
     inner: int,
     limit: float,
-    loop: Loop | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, d] codes in the order "fragments", x_scale [d / 128, n] -> z codes [pairs in sorted order, inner] in the
     same order and their scales [inner / 128, pairs]: SwiGLU times the routing weight, rounded."""
     pairs = len(order)
     z = torch.empty(pairs, inner, dtype=torch.float8_e4m3fn, device=x.device)
     z_scale = torch.empty(inner // 128, pairs, dtype=torch.float32, device=x.device)
-    source, threads = LOOPS[loop or DEFAULT_LOOP]
-    compiled_module(source, x.device).launch(
+    compiled_module("prompt_experts.cu", x.device).launch(
         "prompt_gate_up",
-        (inner // 128, len(blocks)),
-        threads,
+        _grid(inner // 128 * len(blocks), x.device),
+        THREADS,
         x,
         x_scale,
         x_scale.shape[1],
@@ -86,7 +79,7 @@ def gate_up(
         weights.shape[1],
         float(limit),
         pdl=False,
-        shared=_shared_bytes(x.shape[1]),
+        shared=SHARED_BYTES,
     )
     return z, z_scale
 
@@ -98,14 +91,12 @@ def down(
     blocks: torch.Tensor,
     order: torch.Tensor,
     y: torch.Tensor,
-    loop: Loop | None = None,
 ) -> None:
     """z as `gate_up` returns it -> y [pairs, d] bfloat16 in pair order."""
-    source, threads = LOOPS[loop or DEFAULT_LOOP]
-    compiled_module(source, z.device).launch(
+    compiled_module("prompt_experts.cu", z.device).launch(
         "prompt_down",
-        (y.shape[1] // 256, len(blocks)),
-        threads,
+        _grid(y.shape[1] // 256 * len(blocks), z.device),
+        THREADS,
         z,
         z_scale,
         z_scale.shape[1],
@@ -116,5 +107,5 @@ def down(
         z.shape[1],
         y.shape[1],
         pdl=False,
-        shared=_shared_bytes(z.shape[1]),
+        shared=SHARED_BYTES,
     )

@@ -13,16 +13,6 @@
 // Order the writes of registers by this thread before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait for the committed products. `ready` are operands of the next ones, which are thereby decoded before this wait.
-__device__ __forceinline__ void wgmma_wait(u32 (&ready)[4][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;"
-                 : "+r"(ready[0][0]), "+r"(ready[0][1]), "+r"(ready[0][2]), "+r"(ready[0][3]), "+r"(ready[1][0]),
-                   "+r"(ready[1][1]), "+r"(ready[1][2]), "+r"(ready[1][3]), "+r"(ready[2][0]), "+r"(ready[2][1]),
-                   "+r"(ready[2][2]), "+r"(ready[2][3]), "+r"(ready[3][0]), "+r"(ready[3][1]), "+r"(ready[3][2]),
-                   "+r"(ready[3][3])
-                 :
-                 : "memory");
-}
 
 // Descriptor of B: rows of 128 bytes at `address`, which is a multiple of 1024 (plus 32 bytes per product of a row).
 __device__ __forceinline__ u64 b_descriptor(u32 address) {

@@ -127,6 +127,7 @@ def _sort_pairs(
         tl.store(order + at + rank - 1, p, mask=is_expert)
         at += tl.sum(is_expert.to(tl.int32), axis=0)
     own_blocks = (count + size - 1) // size
+    used = tl.sum(expert_blocks, axis=0)
     # blocks of equal length: a last one of few tokens would take as long as a full one
     length = (count + own_blocks - 1) // tl.maximum(own_blocks, 1)
     length = tl.minimum((length + 15) // 16 * 16, size)
@@ -137,16 +138,18 @@ def _sort_pairs(
         tl.store(into, tl.zeros_like(b) + expert, mask=b < own_blocks)
         tl.store(into + 1, first + b * length, mask=b < own_blocks)
         tl.store(into + 2, tl.minimum(count - b * length, length), mask=b < own_blocks)
-        tl.store(into + 3, tl.zeros_like(b), mask=b < own_blocks)
+        tl.store(into + 3, tl.zeros_like(b) + used, mask=b < own_blocks)
     if expert == experts - 1:  # unused blocks are empty
         for start in range(block + own_blocks, max_blocks, BLOCKS):
             b = start + tl.arange(0, BLOCKS)
-            for column in tl.static_range(4):
+            for column in tl.static_range(3):
                 tl.store(blocks + b * 4 + column, tl.zeros_like(b), mask=b < max_blocks)
+            tl.store(blocks + b * 4 + 3, tl.zeros_like(b) + used, mask=b < max_blocks)
 
 
 def plan(ids: torch.Tensor, experts: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [n, k] -> order [n * k] (pairs by expert, then by token), blocks [most, 4] (expert, first, count, 0)."""
+    """ids [n, k] -> order [n * k] (pairs by expert, then by token), blocks [most, 4] (expert, first, count, number of
+    blocks in use)."""
     ids = ids.contiguous()
     pairs = ids.numel()
     max_blocks = pairs // size + min(experts, pairs)

@@ -28,6 +28,9 @@ from birkhoff.sae.dictionary import Sae
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the random codes
 # First bytes of the float16 numbers in a block; MXFP4 has an exponent instead.
 _HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+# The second of them scales minima; so many times the first makes the mean zero. Otherwise all rows of a matrix would be
+# alike, and all tokens would ask the same experts.
+_MINIMA = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 WeightTypes = tuple[PackedType, PackedType, PackedType]  # of gate and up, of down, of the other projections
 
@@ -168,8 +171,10 @@ def _write_steps(kind: PackedType, blocks: torch.Tensor, step: float) -> None:
     """Set the scales of blocks to random numbers around `step`."""
     if kind.name == "MXFP4":
         blocks[:, 0] = 127 + math.floor(math.log2(step))
-    for first in _HALVES.get(kind.name, (0,)):
+    for place, first in enumerate(_HALVES.get(kind.name, (0,))):
         steps = step * (0.5 + torch.rand(len(blocks), 1, device=blocks.device))
+        if place:
+            steps *= _MINIMA[kind.name]
         blocks[:, first : first + 2] = steps.half().view(torch.uint8)
 
 

@@ -4,9 +4,12 @@
 #include <algorithm>
 #include <barrier>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -51,6 +54,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
     for (int i = 0; i < 4; i++) r |= (unsigned)(bytes >> (8 * (selectors >> (4 * i) & 7)) & 255) << (8 * i);
     return r;
 }
+inline unsigned select_bytes(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
 
 inline _Float16 f16_of(unsigned bits) {
     const uint16_t half = (uint16_t)bits;
@@ -101,6 +105,36 @@ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsi
     __syncwarp();
 }
 
+// mma.m16n8k32 of bytes: signed or unsigned A, signed B.
+template <bool SIGNED>
+void mma_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    Fragments& all = fragments[threadIdx.x >> 5];
+    const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    std::copy(a, a + 4, all.a[lane]);
+    std::copy(b, b + 2, all.b[lane]);
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int upper = i >> 1, column = 2 * q + (i & 1);
+        for (int k = 0; k < 32; k++) {
+            const int owner = (k & 15) >> 2, by = 8 * (k & 3), second = k >> 4;
+            const unsigned left = all.a[g * 4 + owner][upper + 2 * second] >> by & 255;
+            c[i] += (SIGNED ? (int)(int8_t)left : (int)left) * (int8_t)(all.b[column * 4 + owner][second] >> by);
+        }
+    }
+    __syncwarp();
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+    Fragments& all = fragments[threadIdx.x >> 5];
+    all.a[threadIdx.x & 31][0] = v;
+    __syncwarp();
+    for (int lane = 0; lane < 32; lane++) v = std::max(v, all.a[lane][0]);
+    __syncwarp();
+    return v;
+}
+inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
+
 inline float __shfl_xor_sync(unsigned, float v, int by) {
     const int lane = threadIdx.x & 31;
     Fragments& all = fragments[threadIdx.x >> 5];
@@ -125,11 +159,37 @@ inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); 
 
 // Only other kernels use these, so they are declared and never called.
 float __shfl_sync(unsigned, float, int);
-unsigned __reduce_max_sync(unsigned, unsigned);
 unsigned __reduce_min_sync(unsigned, unsigned);
 unsigned __float_as_uint(float);
 uint2 load_once8(const void*);
 
+// Barriers of bulk copies: a phase ends with one arrival and when all expected bytes were copied.
+struct CopyBarrier { int arrived = 0, bytes = 0, phase = 0; };
+static std::map<const void*, CopyBarrier> copy_barriers;
+static std::mutex copying;
+static std::condition_variable copied;
+inline void barrier_change(uint64_t* at, int arrivals, int bytes) {
+    std::lock_guard held(copying);
+    CopyBarrier& barrier = copy_barriers[at];
+    barrier.arrived += arrivals;
+    barrier.bytes += bytes;
+    if (barrier.arrived == 1 && barrier.bytes == 0) barrier.arrived = 0, barrier.phase++;
+    copied.notify_all();
+}
+inline void barrier_init(unsigned long long* at) {
+    std::lock_guard held(copying);
+    copy_barriers[at] = {};
+}
+inline void fence_barriers() {}
+inline void barrier_expect(unsigned long long* at, int bytes) { barrier_change((uint64_t*)at, 1, bytes); }
+inline void copy_bulk(unsigned char* into, const unsigned char* from, int bytes, unsigned long long* at) {
+    memcpy(into, from, bytes);
+    barrier_change((uint64_t*)at, 0, -bytes);
+}
+inline void barrier_wait(unsigned long long* at, int parity) {
+    std::unique_lock held(copying);
+    copied.wait(held, [&] { return (copy_barriers[at].phase & 1) != parity; });
+}
 inline void copy_async16(unsigned char* into, const unsigned char* from) { memcpy(into, from, 16); }
 inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() { __syncwarp(); }

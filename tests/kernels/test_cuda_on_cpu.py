@@ -30,25 +30,26 @@ ARGUMENTS = {
     "gate_up": "const ExpertSlot* slots, {count}const int* order, const float* weights, const u16* x, u16* z, {grid}"
     "int inner, int width, int topk, float limit",
     "down": "const ExpertSlot* slots, {count}const int* order, const u16* z, float* y, {grid}int inner, int width, "
-    "int topk",
+    "int topk{shared}",
 }
+SHARED = ", int shared_blocks, const u8* shared_codes, const u16* z_shared, int n"
 Q8_ARGUMENTS = (
     "const u8* codes, int rows, const u8* codes2, int rows2, const u16* xh, int n, int inner, int x_stride, "
     "float* out, int out_stride, int group"
 )
-SHARED_EIGHT = """
-extern "C" void shared_eight(Place shape, const int (*blocks)[2], int block_count, const u8* codes, int inner,
-                             const u16* xh, int n, int width, u16* z, float limit) {
-    static float shared[2 * 128];
-    run_blocks(shape, blocks, block_count, 64, [=] {
-        shared_gate_up_eight<2>(shared, (u8*)memory, blockIdx.x * 8, codes, inner, xh, n, width, z, limit);
-    });
-}
+Q8_ROWS = f"""
+template <int WARPS, int DEPTH, bool ONE>
+void gemv_q8_rows({Q8_ARGUMENTS}) {{
+    static float shared[256 * WARPS];
+    static u64 barriers[WARPS * DEPTH];
+    multiply_q8_rows<1, WARPS, DEPTH, ONE>(shared, barriers, blockIdx.x, gridDim.x, codes, rows, codes2, rows2, xh, n,
+                                           inner, x_stride, out, out_stride, group);
+}}
 """
-Q8_FORMS = ((2, 1), (2, 3))  # warps, depth
+Q8_FORMS = ((2, 1, 0), (2, 3, 0), (2, 2, 1))  # warps, depth, one token
 # Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages. Those that differ
 # from another by copies of a table only are left to the full suite.
-MORE_COPIES = ("IQ2_XXS_BYTES16", "IQ2_XS8", "IQ3_XXS32")
+MORE_COPIES = ("IQ2_XXS_DIGITS16",)
 VARIANTS = [
     BlockVariant(name, *((2, 1), (2, 2, 1), (1, 3, 1))[index % 3])
     for index, name in enumerate(name for name in BLOCK_DECODERS if FULL or name not in MORE_COPIES)
@@ -64,8 +65,8 @@ def without_ptx(text: str) -> str:
 
 def caller(name: str, function: str, kernel: str, threads: int, block_type: bool) -> str:
     """A function `name` that runs blocks of a grid of the kernel `function`."""
-    count, table = ("int slot_count, ", "const u8* grid, ") if block_type else ("", "")
-    declared = ARGUMENTS.get(kernel, Q8_ARGUMENTS).format(count=count, grid=table)
+    count, table, shared = ("int slot_count, ", "const u8* grid, ", SHARED) if block_type else ("", "", "")
+    declared = ARGUMENTS.get(kernel, Q8_ARGUMENTS).format(count=count, grid=table, shared=shared)
     passed = ", ".join(each.split()[-1] for each in declared.split(", "))
     return (
         f'extern "C" void {name}(Place shape, const int (*blocks)[2], int block_count, {declared}) {{\n'
@@ -90,11 +91,10 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     text += without_ptx((SOURCES / "fp8_experts.cu").read_text())
     for kernel in ARGUMENTS:
         text += caller(f"{kernel}_FP8", f"{kernel}_fp8", kernel, 128, False)
-    text += without_ptx((SOURCES / "gemv_q8.cu").read_text())
-    for warps, depth in Q8_FORMS:
-        name, parameters = f"gemv_q8_{warps}_{depth}", f"<1, {warps}, {depth}, float>"
-        text += caller(name, f"gemv_q8_rows{parameters}", "gemv_q8", 32 * warps, False)
-    text += without_ptx((SOURCES / "gemv.cu").read_text()) + SHARED_EIGHT
+    text += Q8_ROWS
+    for warps, depth, one in Q8_FORMS:
+        name, function = f"gemv_q8_{warps}_{depth}_{one}", f"gemv_q8_rows<{warps}, {depth}, {one}>"
+        text += caller(name, function, "gemv_q8", 32 * warps, False)
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -171,9 +171,11 @@ def test_experts_equal_the_product_of_their_values(library, variant):
     """Some tiles of both experts. Nine tokens ask the first, so that it has more than one tile of eight tokens; two ask
     the other. A decoder for one token has one, which asks both."""
     decoder, kind = BLOCK_DECODERS[variant.decoder], kind_of(variant.decoder)
-    rows, pairs = (1, [[0], [1]]) if decoder.one else (9, [[2 * row for row in range(9)], [1, 17]])
-    layer = random_layer(kind, 768, 256, rows, pairs, 2)
+    rows, pairs = (1, [[0], [1]]) if decoder.digits else (9, [[2 * row for row in range(9)], [1, 17]])
+    # Rows of 2048 columns are a multiple of 32 bytes; with digits they are padded.
+    layer = random_layer(kind, 2048 if variant.decoder == "Q2_K_DIGITS" else 768, 256, rows, pairs, 2)
     hidden, inner, topk = layer.hidden, layer.inner, layer.topk
+    layer.x[:, 3], layer.z[:, 5] = 40, 3000  # much larger than the others, which digits then round
     assert variant.memory(hidden, rows) <= 8192 * 16
     table = grid(kind).flatten().contiguous() if decoder.table else torch.zeros(1, dtype=torch.uint8)
     z = torch.full((rows * topk, inner), float("nan"), dtype=torch.float16)
@@ -197,12 +199,22 @@ def test_experts_equal_the_product_of_their_values(library, variant):
             assert worst(z[pair, row : row + 8], expected[row : row + 8]) < 2**-10
     assert {expert for expert, _ in covered} == {0, 1}
     shape, blocks, covered = tiles(hidden, 16)
-    run(library[f"down_{variant.decoder}"], shape, blocks, *plan, layer.z, y, table, inner, hidden, topk)
+    shared, z_shared = random_matrix(TYPES["Q8_0"], hidden, inner, 3), torch.randn(rows, inner).half()
+    shared_blocks = 2 if decoder.digits else 0  # thread blocks before the others
+    blocks = [(block + shared_blocks, 0) for block, _ in blocks] + [
+        (block, 0) for block in range(shared_blocks)
+    ]
+    shape = (shape[0] + shared_blocks, 1)
+    inputs = (layer.z, y, table, inner, hidden, topk, shared_blocks, shared.codes, z_shared, rows)
+    run(library[f"down_{variant.decoder}"], shape, blocks, *plan, *inputs)
     for expert, row in covered:
         for pair in pairs[expert]:
             product = fp4_order(layer.last[expert].dense()).double() @ layer.z[pair].double()
-            assert worst(y[pair // 2, pair % 2, row : row + 16], product[row : row + 16]) < 2e-6
-    assert y[:, -1].isnan().all()
+            assert worst(y[pair // 2, pair % 2, row : row + 16], product[row : row + 16]) < 4e-6
+    if shared_blocks:
+        assert worst(y[:, -1], z_shared.double() @ shared.dense().double().T) < 2e-6
+    else:
+        assert y[:, -1].isnan().all()
 
 
 def test_experts_in_fp8_equal_the_product_of_their_values(library):
@@ -226,7 +238,7 @@ def test_experts_in_fp8_equal_the_product_of_their_values(library):
 @pytest.mark.parametrize("form", Q8_FORMS, ids=str)
 def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
     """Five tiles of two matrices in two thread blocks; five stages of columns, which two warps share unevenly."""
-    columns, rows, group = 1280, 3, 16
+    columns, rows, group = 1280, 1 if form[2] else 3, 16
     weights = [random_matrix(TYPES["Q8_0"], each, columns, each) for each in (48, 32)]
     x = torch.randn(rows, 5 * columns, generator=torch.Generator().manual_seed(2)).half()
     dense = torch.cat([weight.dense() for weight in weights]).double()
@@ -234,7 +246,7 @@ def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
     for groups in (0, group):
         out = torch.full((rows, 80), float("nan"))
         run(
-            library[f"gemv_q8_{form[0]}_{form[1]}"],
+            library["_".join(map(str, ("gemv_q8", *form)))],
             (2, 1),
             [(0, 0), (1, 0)],
             *codes,
@@ -249,15 +261,3 @@ def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
         own = x.double().view(rows, 5, columns)
         parts = [dense[at : at + 16] @ own[:, at // 16 if groups else 0].T for at in range(0, 80, 16)]
         assert worst(out, torch.cat(parts).T) < 2e-6
-
-
-def test_a_shared_expert_in_tiles_of_eight_rows_equals_the_product_of_its_values(library):
-    inner, width, rows = 32, 1280, 3
-    both = random_matrix(TYPES["Q8_0"], 2 * inner, width, 4)
-    x = (0.05 * torch.randn(rows, width, generator=torch.Generator().manual_seed(5))).half()
-    z = torch.full((rows, inner), float("nan"), dtype=torch.float16)
-    blocks = [(each, 0) for each in range(inner // 8)]
-    run(library.shared_eight, (len(blocks), 1), blocks, both.codes, inner, x, rows, width, z, 10.0)
-    a, b = (x.double() @ both.dense().double().T).split(inner, dim=1)
-    expected = torch.nn.functional.silu(a.clamp(max=10)) * b.clamp(-10, 10)
-    assert worst(z, expected) < 2**-10

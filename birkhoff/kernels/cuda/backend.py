@@ -21,12 +21,12 @@ from birkhoff.kernels.cuda.compile import compiled_module
 from birkhoff.kernels.cuda.variants import (
     Q8_CHOICES,
     Q8_STAGE,
-    SHARED_Q8_CHOICES,
     Q8Variant,
     block_variant,
     expert_sources,
     gemv_variant,
     is_fp8_experts,
+    q8_choice,
     q8_variant,
     reads,
     reads_experts,
@@ -100,7 +100,7 @@ class CudaBackend(BlockExperts):
             (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
         ]
         sources += sorted(expert_sources(expert_types))
-        sources += [("gemv_q8.cu", variant.defines(tiles)) for (tiles, _), variant in Q8_CHOICES.items()]
+        sources += [("gemv_q8.cu", variant.defines(tiles or 1)) for (tiles, _), variant in Q8_CHOICES.items()]
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
         self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
@@ -136,8 +136,8 @@ class CudaBackend(BlockExperts):
         tiles = token_tiles(n)
         total = sum(weight.out for weight in weights)
         suffix = _DTYPE_SUFFIX[out.dtype]
-        if codes and not bf16 and codes[0].kernel_type == "Q8_0" and (tiles, inner) in Q8_CHOICES:
-            self.gemv_q8(codes, x, out, group, Q8_CHOICES[tiles, inner])
+        if codes and not bf16 and codes[0].kernel_type == "Q8_0" and (choice := q8_choice(n, inner)):
+            self.gemv_q8(codes, x, out, group, choice)
             return
         if codes and not codes[0].is_fp8:
             warps, depth = q8_variant(tiles, inner)
@@ -194,7 +194,7 @@ class CudaBackend(BlockExperts):
             out.stride(0),
             group or 0,
             pdl=self.pdl,
-            shared=variant.warps * variant.depth * Q8_STAGE,
+            shared=variant.memory(inner),
         )
 
     def route_and_shared(
@@ -236,10 +236,9 @@ class CudaBackend(BlockExperts):
             buffers.topk_weights,
         )
         if n == 1:
-            eight = bool(q8) and "eight" in SHARED_Q8_CHOICES
             self._gemv.launch(
-                f"router_gate_up_one_{q8}{'eight_' if eight else ''}{8 if experts <= 256 else 16}",
-                (experts // 8 + inner // (8 if eight else 16), 1),
+                f"router_gate_up_one_{q8}{8 if experts <= 256 else 16}",
+                (experts // 8 + inner // 16, 1),
                 256,
                 *inputs,
                 width,
@@ -287,9 +286,9 @@ class CudaBackend(BlockExperts):
             if is_fp8_experts(w):
                 self.fp8_gate_up(buffers, limit)
             else:
-                self.block_gate_up(
-                    w, buffers, limit, block_variant(w.expert_types[0].name, "gate_up", buffers.rows)
-                )
+                host = w.host_range is not None
+                variant = block_variant(w.expert_types[0].name, "gate_up", buffers.rows, host)
+                self.block_gate_up(w, buffers, limit, variant)
             return
         warps = 2 if buffers.rows == 1 else 4
         offset = w.scale_offsets[0]
@@ -317,11 +316,15 @@ class CudaBackend(BlockExperts):
         """Down of the routed experts and of the shared expert: expert_hidden, shared_hidden -> expert_out."""
         shared = (buffers.shared_hidden, buffers.shared_hidden)
         q8 = not w.shared_down.is_fp8
-        fused = is_fp4(w) and reads(w.shared_down, shared) and not (q8 and w.host_range is not None)
-        if not fused:
-            self.gemv([w.shared_down], shared, buffers.expert_out[:, -1])
         inner = buffers.expert_hidden.shape[1]
         n, width = buffers.x.shape
+        if is_fp4(w):
+            fused = reads(w.shared_down, shared) and not (q8 and w.host_range is not None)
+        else:
+            in_blocks = reads_experts(w, width, inner) and not is_fp8_experts(w)
+            fused = in_blocks and q8 and n <= 8 and reads(w.shared_down, shared)
+        if not fused:
+            self.gemv([w.shared_down], shared, buffers.expert_out[:, -1])
         if not is_fp4(w):
             if not reads_experts(w, width, inner):
                 from birkhoff.kernels.triton_backend import block_down
@@ -331,13 +334,14 @@ class CudaBackend(BlockExperts):
             if is_fp8_experts(w):
                 self.fp8_down(buffers)
             else:
-                self.block_down(w, buffers, block_variant(w.expert_types[1].name, "down", buffers.rows))
+                host = w.host_range is not None
+                variant = block_variant(w.expert_types[1].name, "down", buffers.rows, host)
+                self.block_down(w, buffers, variant, w.shared_down if fused else None)
             return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
         assert offset is not None
-        deep = warps == 1 and "deep" in SHARED_Q8_CHOICES
-        suffix = _host_suffix(w) if not (fused and q8) else "_q8_deep" if deep else "_q8"
+        suffix = "_q8" if fused and q8 else _host_suffix(w)
         self._experts.launch(
             f"experts_down_{warps}_{row_tiles}{suffix}",
             (width // (16 * row_tiles), slots + (-(-n // 8) if fused else 0)),
@@ -358,7 +362,7 @@ class CudaBackend(BlockExperts):
             n,
             *_host_range(w),
             pdl=self.pdl,
-            shared=warps * row_tiles * (3 if deep else 2) * Q8_STAGE if fused and q8 else 0,
+            shared=warps * row_tiles * 2 * Q8_STAGE if fused and q8 else 0,
         )
 
     def write_and_mix(

@@ -7,6 +7,7 @@ import torch
 from birkhoff.kernels.cuda.compile import compiled_module
 from birkhoff.kernels.cuda.variants import BlockVariant
 from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights
+from birkhoff.kernels.linear.packed import PackedWeight
 
 
 class BlockExperts:
@@ -44,16 +45,31 @@ class BlockExperts:
             shared=variant.memory(width, buffers.rows),
         )
 
-    def block_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers, variant: BlockVariant) -> None:
-        """`down` of a type of blocks.cu, in one of its variants, without the shared expert."""
+    def block_down(
+        self,
+        w: ExpertLayerWeights,
+        buffers: ExpertBuffers,
+        variant: BlockVariant,
+        shared: PackedWeight | None = None,
+    ) -> None:
+        """`down` of a type of blocks.cu, in one of its variants; also of the expert `shared` (Q8_0, up to eight
+        tokens)."""
         slots, inner, width = (
             buffers.expert_slots.shape[0],
             buffers.expert_hidden.shape[1],
             buffers.x.shape[1],
         )
+        tiles, memory = slots * width // 16, variant.memory(inner, buffers.rows)
+        shared_blocks, blocks = 0, variant.thread_blocks(tiles, self.processors)
+        if shared is not None:
+            row_bytes = w.expert_types[1].row_bytes(inner)
+            shared_blocks, blocks = variant.split(
+                tiles, row_bytes, width // 16, shared.weight.shape[1], self.processors
+            )
+            memory = max(memory, variant.shared_memory(inner))
         compiled_module("blocks.cu", self.device, variant.defines).launch(
             "down",
-            (variant.thread_blocks(slots * width // 16, self.processors), 1),
+            (shared_blocks + blocks, 1),
             32 * variant.warps,
             buffers.expert_slots,
             slots,
@@ -64,8 +80,12 @@ class BlockExperts:
             inner,
             width,
             buffers.topk_weights.shape[1],
+            shared_blocks,
+            None if shared is None else shared.weight,
+            buffers.shared_hidden,
+            buffers.rows,
             pdl=self.pdl,
-            shared=variant.memory(inner, buffers.rows),
+            shared=memory,
         )
 
     def fp8_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:

@@ -4,7 +4,7 @@
 // whether it needs sums of its inputs (SUMS), and `multiply`: one block of sixteen rows times the inputs of eight
 // tokens. `low` and `high` are the block in rows g and g + 8, in shared memory; `x` are 256 inputs of token g, in the
 // order in which a word of codes unpacks (0, 2, 4, 6, 1, 3, 5, 7), which is that of FP4. Lanes of absent tokens may
-// read those of another. Types with ONE serve a single token; see `multiply_rows`.
+// read those of another. Types with DIGITS serve a single token, whose inputs are digits (blocks.cuh).
 //
 // The product of a code and its integer scale is an exact float16 number up to 2048 and is multiplied as one. Where it
 // may be larger (Q6_K, IQ4_XS), an mma has columns of one scale, which multiplies the result.
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_sums(float (&least)[4], const u32 (&min
 // not shifted down: their factor 4^s is divided out of the scale.
 struct Q2_K {
     static constexpr int BYTES = 84, TABLE = 0;
-    static constexpr bool SUMS = true, ONE = false;
+    static constexpr bool SUMS = true, DIGITS = false;
     static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                     const u8*, const uint4* sums) {
         const int q = threadIdx.x & 3;
@@ -86,80 +86,12 @@ struct Q2_K {
     }
 };
 
-// 256 inputs of zero, which lanes without an input read.
-__device__ uint4 zero_inputs[32];
-__device__ __forceinline__ const u16* no_inputs() { return reinterpret_cast<const u16*>(zero_inputs); }
-
-// Q2_K for one token. The eight columns of an mma are then free: column q + 4 (s % 2) has the inputs of lane q's
-// sixteen columns s and zeros elsewhere, so that its sums have one scale, which multiplies them afterwards instead of
-// every code. Lane (g, q) has columns 2 q and 2 q + 1: those of h = q % 2, s = q / 2 (and two more). Its factor
-// 4^-(q / 2) is common to all its sums (`finish`). Minima are summed in column 0.
-struct Q2_K_ONE {
-    static constexpr int BYTES = 84, TABLE = 0;
-    static constexpr bool SUMS = true, ONE = true;
-    static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
-                                                    const u8*, const uint4* sums) {
-        const int q = threadIdx.x & 3, g = (threadIdx.x & 31) >> 2, swap = (q & 1) * 2;
-        const u32* const rows[2] = {reinterpret_cast<const u32*>(low), reinterpret_cast<const u32*>(high)};
-        u32 w[2][4], nibbles[2][2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) w[h][i] = rows[h][4 + 4 * q + (i ^ swap)];  // fewer bank conflicts
-#pragma unroll
-            for (int i = 0; i < 2; i++) nibbles[h][i] = rows[h][(q & 1) * 2 + i];
-        }
-        float part[2][4] = {}, least[4] = {};
-        x += (q >> 1) * 128 + (q & 1) * 16;
-        const u16* const from[2] = {g == q ? x : no_inputs(), g == q + 4 ? x : no_inputs()};
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            uint4 inputs[4];
-#pragma unroll
-            for (int s = 0; s < 4; s++) inputs[s] = *reinterpret_cast<const uint4*>(from[s & 1] + s * 32 + (i ^ swap) * 4);
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++)
-#pragma unroll
-                for (int s = 0; s < 4; s++) {
-                    const u32 mask = 0x00030003u << (2 * s);
-                    u32 a[2][2];
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-#pragma unroll
-                        for (int next = 0; next < 2; next++) a[h][next] = w[h][i + next] >> (8 * odd) & mask;
-                    multiply_pairs(part[s >> 1], a, inputs[s], odd);
-                }
-        }
-        uint4 sum = sums[2 * (q & 1) + (q >> 1)];
-        if (g) sum = make_uint4(0, 0, 0, 0);
-        u32 minima[2][2];
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) minima[h][i] = nibbles[h][i] >> (4 + 8 * (q >> 1)) & 0x000f000fu;
-        multiply_sums(least, minima, sum);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float total = 0.f;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const u32 two = nibbles[h][i] >> (16 * (q >> 1));
-                total += (i ? 0.0625f : 1.f) *
-                         ((float)(two & 15u) * part[i][2 * h] + (float)(two >> 8 & 15u) * part[i][2 * h + 1]);
-            }
-            const u8* row = h ? high : low;
-            acc[2 * h] += SUBNORMAL * (half_at(row + 80) * total - half_at(row + 82) * least[2 * h]);
-        }
-    }
-    static __device__ __forceinline__ float finish(float sum) { return threadIdx.x & 2 ? 0.25f * sum : sum; }
-};
-
 // 110 bytes: 32 bytes of third bits, 64 of codes as in Q2_K, twelve of scales, d. Column 128 h + 32 s + 16 u + l has bit
 // 4 h + s of byte 16 u + l; a value is code + 4 bit - 4. The scale less 32 of sixteen columns has four bits in nibble h
 // of byte 2 s + u and two in bits 2 (2 h + s / 2) of byte 8 + (2 s + u) % 4.
 struct Q3_K {
     static constexpr int BYTES = 110, TABLE = 0;
-    static constexpr bool SUMS = true, ONE = false;
+    static constexpr bool SUMS = true, DIGITS = false;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                        const uint4* sums) {
@@ -226,7 +158,7 @@ struct Q3_K {
 template <bool FIFTH>
 struct K_WITH_MINIMA {
     static constexpr int BYTES = FIFTH ? 176 : 144, TABLE = 0;
-    static constexpr bool SUMS = true, ONE = false;
+    static constexpr bool SUMS = true, DIGITS = false;
     static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                     const u8*, const uint4* sums) {
         const int q = threadIdx.x & 3;
@@ -311,7 +243,7 @@ __device__ __forceinline__ uint2 four_inputs(const u16* sixteen) {
 // bytes 64 n + 16 i .. and bits 4 v + 2 (i / 2) of bytes 32 n + 16 (i % 2) ..; a value is the code less 32.
 struct Q6_K {
     static constexpr int BYTES = 210, TABLE = 0;
-    static constexpr bool SUMS = false, ONE = false;
+    static constexpr bool SUMS = false, DIGITS = false;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x) {
         const int q = threadIdx.x & 3;
@@ -364,7 +296,7 @@ struct Q6_K {
 // 32 m + 16 + l, whose code selects one of sixteen levels. The scale less 32 of 32 columns has six bits.
 struct IQ4_XS {
     static constexpr int BYTES = 136, TABLE = 0;
-    static constexpr bool SUMS = false, ONE = false;
+    static constexpr bool SUMS = false, DIGITS = false;
     // The levels, plus 128, of four codes: one in each of the lowest nibbles.
     static __device__ __forceinline__ u32 levels(u32 four) {
         const u32 at = four & 0x7777u;
@@ -403,20 +335,17 @@ struct IQ4_XS {
     }
 };
 
-// Lattice points are rows of a table of magnitudes in bytes, POINT bytes each. In shared memory it has COPIES copies,
-// point by point, of which a lane reads its own: with 128 / POINT of them no two lanes meet in a bank.
-template <int POINTS, int POINT, int COPIES>
+// Lattice points are rows of a table of magnitudes in bytes, POINT bytes each.
+template <int POINTS, int POINT>
 struct PointTable {
-    static constexpr int TABLE = POINTS * POINT * COPIES;
+    static constexpr int TABLE = POINTS * POINT;
     template <int THREADS>
     static __device__ __forceinline__ void fill_table(u8* table, const u8* grid) {
-        for (int i = threadIdx.x; i < TABLE / 4; i += THREADS) {
-            const int point = i / (POINT / 4 * COPIES), part = i % (POINT / 4);
-            reinterpret_cast<u32*>(table)[i] = reinterpret_cast<const u32*>(grid)[point * (POINT / 4) + part];
-        }
+        for (int i = threadIdx.x * 4; i < TABLE; i += THREADS * 4)
+            *reinterpret_cast<u32*>(table + i) = *reinterpret_cast<const u32*>(grid + i);
     }
     static __device__ __forceinline__ const u32* point(const u8* table, u32 index) {
-        return reinterpret_cast<const u32*>(table + index * (POINT * COPIES) + (threadIdx.x & (COPIES - 1)) * POINT);
+        return reinterpret_cast<const u32*>(table + index * POINT);
     }
 };
 
@@ -439,134 +368,57 @@ __device__ __forceinline__ void scale_pairs(u32 (&a)[2], u32 step) {
 }
 
 // 66 bytes: d, then per 32 columns four indices of lattice points, four times seven sign bits and a scale of four bits.
-// Lane q takes groups q and q + 4 of 32 columns. The table has a point in two words: per pair of columns (0, 2), (1, 3),
-// (4, 6), (5, 7) a selector of __byte_perm that makes the levels 8, 25 and 43 float16 numbers of the form above.
-struct IQ2_XXS {
-    static constexpr int BYTES = 66, TABLE = 2048;
-    static constexpr bool SUMS = false, ONE = false;
-    template <int THREADS>
-    static __device__ __forceinline__ void fill_table(u8* table, const u8* grid) {
-        auto selectors = [](u32 four) {
-            const u32 c = (four >> 4) & 0x03030303u;  // 0, 1, 2 of 8, 25, 43; the fourth byte of the levels is zero
-            return 0x30303030u | (c & 3u) | (c >> 8 & 0x300u) | (c & 0x300u) << 8 | (c & 0x03000000u);
-        };
-        for (int i = threadIdx.x; i < TABLE / 4; i += THREADS)
-            reinterpret_cast<u32*>(table)[i] = selectors(reinterpret_cast<const u32*>(grid)[i]);
-    }
-    template <bool HALF>
-    static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
-                                                       const uint2* table) {
-        const int q = threadIdx.x & 3;
-        float part[4] = {};
-#pragma unroll
-        for (int pass = 0; pass < 2; pass++) {
-            uint2 words[2];
-            u32 step[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                words[h] = load_two_words<HALF>((h ? high : low) + 2 + (4 * pass + q) * 8);
-                step[h] = small_to_f16x2((words[h].y >> 27 & 30u) + 1u);  // twice the scale and one half
-            }
-#pragma unroll
-            for (int o = 0; o < 4; o++) {
-                const uint4 b = *reinterpret_cast<const uint4*>(x + (4 * pass + q) * 32 + o * 8);
-                u32 even[2][2], odd[2][2];
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const uint2 point = table[__byte_perm(words[h].x, 0u, 0x4440 + o)];
-                    u32 signs = (words[h].y >> (7 * o)) & 127u;
-                    signs += (u32)__popc(signs) << 7;  // the eighth makes their number even; more bits do no harm
-                    signs *= 0x01000400u;              // bit i to 10 + i and 24 + i
-                    const u32 levels = 0x002b1908u;
-                    even[h][0] = __byte_perm(levels, 0u, point.x) ^ (signs << 5 & 0x80008000u);
-                    odd[h][0] = __byte_perm(levels, 0u, point.x >> 16) ^ (signs << 4 & 0x80008000u);
-                    even[h][1] = __byte_perm(levels, 0u, point.y) ^ (signs << 1 & 0x80008000u);
-                    odd[h][1] = __byte_perm(levels, 0u, point.y >> 16) ^ (signs & 0x80008000u);
-                    scale_pairs(even[h], step[h]);
-                    scale_pairs(odd[h], step[h]);
-                }
-                multiply_pairs(part, even, b, false);
-                multiply_pairs(part, odd, b, true);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[i] += half_at(i < 2 ? low : high) * (0.125f * SUBNORMAL) * part[i];
-    }
-    static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
-                                                    const u8* table, const uint4*) {
-        const uint2* points = reinterpret_cast<const uint2*>(table);
-        if (reinterpret_cast<u64>(low) & 2) multiply_as<false>(acc, low, high, x, points);
-        else multiply_as<true>(acc, low, high, x, points);
-    }
-};
-
-// IQ2_XXS with points as bytes. For ONE_TOKEN as Q2_K_ONE: column n of an mma has the inputs of 32 columns n, whose scale
-// multiplies its sums.
-template <int COPIES, bool ONE_TOKEN>
-struct IQ2_XXS_TABLE : PointTable<256, 8, COPIES> {
+// Lane q takes groups q and q + 4 of 32 columns.
+struct IQ2_XXS : PointTable<256, 8> {
     static constexpr int BYTES = 66;
-    static constexpr bool SUMS = false, ONE = ONE_TOKEN;
+    static constexpr bool SUMS = false, DIGITS = false;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                        const u8* table) {
-        const int q = threadIdx.x & 3, g = (threadIdx.x & 31) >> 2;
+        const int q = threadIdx.x & 3;
         float part[2][4] = {};
 #pragma unroll
         for (int pass = 0; pass < 2; pass++) {
             const int group = 4 * pass + q;
-            const u16* from = (!ONE || g == group ? x : no_inputs()) + group * 32;
             uint2 words[2];
+            u32 step[2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) words[h] = load_two_words<HALF>((h ? high : low) + 2 + group * 8);
+            for (int h = 0; h < 2; h++) {
+                words[h] = load_two_words<HALF>((h ? high : low) + 2 + group * 8);
+                step[h] = small_to_f16x2((words[h].y >> 27 & 30u) + 1u);  // twice the scale and one half
+            }
 #pragma unroll
             for (int o = 0; o < 4; o++) {
                 u32 even[2][2], odd[2][2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32* point = IQ2_XXS_TABLE::point(table, __byte_perm(words[h].x, 0u, 0x4440 + o));
-                    const uint2 both = *reinterpret_cast<const uint2*>(point);
+                    const uint2 both =
+                        *reinterpret_cast<const uint2*>(point(table, __byte_perm(words[h].x, 0u, 0x4440 + o)));
                     signed_values(even[h], odd[h], both.x, both.y, words[h].y >> (7 * o) & 127u);
-                    if (!ONE) {
-                        const u32 step = small_to_f16x2((words[h].y >> 27 & 30u) + 1u);  // twice the scale and one half
-                        scale_pairs(even[h], step);
-                        scale_pairs(odd[h], step);
-                    }
+                    scale_pairs(even[h], step[h]);
+                    scale_pairs(odd[h], step[h]);
                 }
-                const uint4 b = *reinterpret_cast<const uint4*>(from + o * 8);
+                const uint4 b = *reinterpret_cast<const uint4*>(x + group * 32 + o * 8);
                 multiply_pairs(part[0], even, b, false);
                 multiply_pairs(part[1], odd, b, true);
             }
         }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u8* row = h ? high : low;
-            const float d = half_at(row) * (0.125f * SUBNORMAL);
-            const float first = part[0][2 * h] + part[1][2 * h], last = part[0][2 * h + 1] + part[1][2 * h + 1];
-            const u8* scales = row + 9 + 16 * q;  // of groups 2 q and 2 q + 1
-            acc[2 * h] += ONE ? d * ((2.f * (float)(scales[0] >> 4) + 1.f) * first +
-                                     (2.f * (float)(scales[8] >> 4) + 1.f) * last)
-                              : d * first;
-            if (!ONE) acc[2 * h + 1] += d * last;
-        }
+        for (int i = 0; i < 4; i++)
+            acc[i] += half_at(i < 2 ? low : high) * (0.125f * SUBNORMAL) * (part[0][i] + part[1][i]);
     }
     static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                     const u8* table, const uint4*) {
         if (reinterpret_cast<u64>(low) & 2) multiply_as<false>(acc, low, high, x, table);
         else multiply_as<true>(acc, low, high, x, table);
     }
-    static __device__ __forceinline__ float finish(float sum) { return sum; }
 };
-typedef IQ2_XXS_TABLE<1, false> IQ2_XXS_BYTES;
-typedef IQ2_XXS_TABLE<16, false> IQ2_XXS_BYTES16;
-typedef IQ2_XXS_TABLE<1, true> IQ2_XXS_ONE;
-typedef IQ2_XXS_TABLE<16, true> IQ2_XXS_ONE16;
 
 // 74 bytes: d, per eight columns nine bits of index and seven of signs, per sixteen a scale of four bits. Lane q takes 64
 // columns.
-template <int COPIES>
-struct IQ2_XS_TABLE : PointTable<512, 8, COPIES> {
+struct IQ2_XS : PointTable<512, 8> {
     static constexpr int BYTES = 74;
-    static constexpr bool SUMS = false, ONE = false;
+    static constexpr bool SUMS = false, DIGITS = false;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                        const u8* table) {
@@ -586,8 +438,8 @@ struct IQ2_XS_TABLE : PointTable<512, 8, COPIES> {
             for (int r = 0; r < 2; r++) {
                 const u32 both = words[r][o >> 1] >> (16 * (o & 1));
                 const u32 step = small_to_f16x2((scales[r] >> (4 * (o >> 1)) & 15u) * 2u + 1u);
-                const uint2 point = *reinterpret_cast<const uint2*>(IQ2_XS_TABLE::point(table, both & 511u));
-                signed_values(even[r], odd[r], point.x, point.y, both >> 9 & 127u);
+                const uint2 values = *reinterpret_cast<const uint2*>(point(table, both & 511u));
+                signed_values(even[r], odd[r], values.x, values.y, both >> 9 & 127u);
                 scale_pairs(even[r], step);
                 scale_pairs(odd[r], step);
             }
@@ -605,15 +457,12 @@ struct IQ2_XS_TABLE : PointTable<512, 8, COPIES> {
         else multiply_as<true>(acc, low, high, x, table);
     }
 };
-typedef IQ2_XS_TABLE<1> IQ2_XS;
-typedef IQ2_XS_TABLE<8> IQ2_XS8;
 
 // 98 bytes: d, 64 indices of points of four columns, then per 32 columns signs and scale as in IQ2_XXS. Lane q takes
 // groups q and q + 4 of 32 columns.
-template <int COPIES>
-struct IQ3_XXS_TABLE : PointTable<256, 4, COPIES> {
+struct IQ3_XXS : PointTable<256, 4> {
     static constexpr int BYTES = 98;
-    static constexpr bool SUMS = false, ONE = false;
+    static constexpr bool SUMS = false, DIGITS = false;
     template <bool HALF>
     static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high, const u16* x,
                                                        const u8* table) {
@@ -636,8 +485,8 @@ struct IQ3_XXS_TABLE : PointTable<256, 4, COPIES> {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const u32 two = points[r][o >> 1] >> (16 * (o & 1));
-                    signed_values(even[r], odd[r], *IQ3_XXS_TABLE::point(table, two & 255u),
-                                  *IQ3_XXS_TABLE::point(table, two >> 8 & 255u), signs[r][0] >> (7 * o) & 127u);
+                    signed_values(even[r], odd[r], *point(table, two & 255u),
+                                  *point(table, two >> 8 & 255u), signs[r][0] >> (7 * o) & 127u);
                     scale_pairs(even[r], step[r]);
                     scale_pairs(odd[r], step[r]);
                 }
@@ -656,5 +505,135 @@ struct IQ3_XXS_TABLE : PointTable<256, 4, COPIES> {
         else multiply_as<true>(acc, low, high, x, table);
     }
 };
-typedef IQ3_XXS_TABLE<1> IQ3_XXS;
-typedef IQ3_XXS_TABLE<32> IQ3_XXS32;
+
+// --- One token, products of bytes (see blocks.cuh) ---------------------------------------------------------------------
+
+// `__byte_perm` of a selector without its fourth bits, which it would clear.
+__device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
+
+// Q2_K. The product of a code and its scale is at most 45, with codes two bits further up 180: a byte. Lane q takes
+// its words in the order i ^ q, so that no two lanes read the same bank.
+struct Q2_K_DIGITS {
+    static constexpr int BYTES = 84, TABLE = 0;
+    static constexpr bool SUMS = false, DIGITS = true;
+    static __device__ __forceinline__ void put(uint4* digits, int lane, u32 first, u32 second) {
+        const int s = lane >> 2 & 3, q = (lane >> 4) * 2 + (lane >> 1 & 1);
+        uint2* into = reinterpret_cast<uint2*>(digits + s * 12 + q) + ((lane & 1) ^ (q >> 1));
+        *into = q & 1 ? make_uint2(second, first) : make_uint2(first, second);
+    }
+    static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const uint4* digits,
+                                                    float factor, const u8*) {
+        const int q = threadIdx.x & 3;
+        const u32* const rows[2] = {reinterpret_cast<const u32*>(low), reinterpret_cast<const u32*>(high)};
+        u32 w[2][4], nibbles[2][2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[h][i] = rows[h][4 + 4 * q + (i ^ q)];
+#pragma unroll
+            for (int i = 0; i < 2; i++) nibbles[h][i] = rows[h][(q >> 1) * 2 + i] >> ((q & 1) * 8);
+        }
+        int sums[2][4] = {}, least[2][4] = {};
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint4 b = digits_of(digits, s);
+            u32 a[2][4], minima[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 both = nibbles[h][s >> 1] >> (16 * (s & 1)), scale = both & 15u;
+                minima[h] = __byte_perm(nibbles[h][s >> 1] >> 4 & 0x000f000fu, 0u, s & 1 ? 0x2222u : 0x0000u);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    a[h][i] = ((s & 2 ? w[h][i] >> 4 : w[h][i]) & (s & 1 ? 0x0c0c0c0cu : 0x03030303u)) * scale;
+            }
+            mma_bytes<false>(sums[s & 1], a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+            mma_bytes<false>(sums[s & 1], a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
+            mma_bytes<false>(least[0], minima[0], minima[1], minima[0], minima[1], b.x, b.y);
+            mma_bytes<false>(least[1], minima[0], minima[1], minima[0], minima[1], b.z, b.w);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float2 both = f16x2_to_floats(rows[h][20]);
+            const int i = 2 * h;
+            const float sum = join_digits(4 * sums[0][i] + sums[1][i], 4 * sums[0][i + 1] + sums[1][i + 1]);
+            const float minimum = join_digits(least[0][i] + least[1][i], least[0][i + 1] + least[1][i + 1]);
+            acc[i] += factor * (0.25f * both.x * sum - both.y * minimum);
+        }
+    }
+};
+
+// IQ2_XXS. Lane q takes point q of every 32 columns, which are one mma, and multiplies its sums with their scale. The
+// table has per point a selector of __byte_perm for eight levels, per signs what makes these levels negative. COPIES lie
+// side by side, one for each of as many lanes, so that few lanes meet in a bank.
+template <int COPIES>
+struct IQ2_XXS_BYTE_PRODUCTS {
+    static constexpr int BYTES = 66, TABLE = (256 + 128) * 4 * COPIES;
+    static constexpr bool SUMS = false, DIGITS = true;
+    template <int THREADS>
+    static __device__ __forceinline__ void fill_table(u8* table, const u8* grid) {
+        for (int i = threadIdx.x; i < 384; i += THREADS) {
+            u32 entry = 0;
+            if (i < 256) {
+                const uint2 point = reinterpret_cast<const uint2*>(grid)[i];
+#pragma unroll
+                for (int k = 0; k < 4; k++)  // 0, 1, 2 of 8, 25, 43
+                    entry |= (point.x >> (8 * k + 4) & 3u) << (4 * k) | (point.y >> (8 * k + 4) & 3u) << (4 * k + 16);
+            } else {
+                const u32 signs = (i & 127) | (__popc(i & 127) & 1) << 7;  // their number is even
+#pragma unroll
+                for (int k = 0; k < 8; k++) entry |= (signs >> k & 1u) << (4 * k + 2);
+            }
+            uint4* into = reinterpret_cast<uint4*>(table) + i * (COPIES / 4);
+#pragma unroll
+            for (int k = 0; k < COPIES / 4; k++) into[k] = make_uint4(entry, entry, entry, entry);
+        }
+    }
+    static __device__ __forceinline__ void put(uint4* digits, int lane, u32 first, u32 second) {
+        reinterpret_cast<uint2*>(digits + (lane >> 3) * 12 + (lane & 3))[lane >> 2 & 1] = make_uint2(first, second);
+    }
+    template <bool HALF>
+    static __device__ __forceinline__ void multiply_as(float (&acc)[4], const u8* low, const u8* high,
+                                                       const uint4* digits, float factor, const u8* table) {
+        constexpr u32 SIZE = 4 * COPIES;  // bytes of an entry
+        constexpr int SHIFT = COPIES == 8 ? 5 : COPIES == 16 ? 6 : 4;
+        const int q = threadIdx.x & 3;
+        const u32 own = (threadIdx.x & (COPIES - 1)) * 4;
+        int sums[4] = {};
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const uint4 both = digits_of(digits, j >> 1);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                u32 a[2][2], scale[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint2 words = load_two_words<HALF>((h ? high : low) + 2 + (j + n) * 8);
+                    const u32 at = __funnelshift_r(words.x, words.x, 8 * q - SHIFT) & (255u * SIZE);
+                    const u32 signs = __funnelshift_r(words.y, words.y, 7 * q - SHIFT) & (127u * SIZE);
+                    const u32 selector = *reinterpret_cast<const u32*>(table + (at | own)) ^
+                                         *reinterpret_cast<const u32*>(table + 256 * SIZE + (signs | own));
+                    a[h][0] = select_bytes(0x002b1908u, 0x00d5e7f8u, selector);
+                    a[h][1] = select_bytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+                    scale[h] = (words.y >> 27 & 30u) | 1u;  // twice the scale and one half
+                }
+                int part[4] = {};
+                mma_bytes<true>(part, a[0][0], a[1][0], a[0][1], a[1][1], n ? both.z : both.x, n ? both.w : both.y);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[i] += (int)scale[i >> 1] * part[i];
+            }
+        }
+        acc[0] += factor * 0.125f * half_at(low) * join_digits(sums[0], sums[1]);
+        acc[2] += factor * 0.125f * half_at(high) * join_digits(sums[2], sums[3]);
+    }
+    static __device__ __forceinline__ void multiply(float (&acc)[4], const u8* low, const u8* high, const uint4* digits,
+                                                    float factor, const u8* table) {
+        if (reinterpret_cast<u64>(low) & 2) multiply_as<false>(acc, low, high, digits, factor, table);
+        else multiply_as<true>(acc, low, high, digits, factor, table);
+    }
+};
+typedef IQ2_XXS_BYTE_PRODUCTS<8> IQ2_XXS_DIGITS;
+typedef IQ2_XXS_BYTE_PRODUCTS<16> IQ2_XXS_DIGITS16;

@@ -86,26 +86,6 @@ __device__ __forceinline__ void shared_gate_up(float* shared, u8* staging, int r
     }
 }
 
-// Eight rows of a shared expert's gate and of its up in Q8_0 as one tile, with all stages requested at once.
-template <int WARPS>
-__device__ __forceinline__ void shared_gate_up_eight(float* shared, u8* staging, int row, const u8* codes, int inner,
-                                                     const u16* xh, int n, int width, u16* z, float limit) {
-    const int g = (threadIdx.x & 31) >> 2;
-    const u16* const x[1] = {xh + (i64)g * width};
-    const bool valid[1] = {g < n};
-    const i64 bytes = row_bytes<true>(width);
-    const u8* const c[1] = {codes + row * bytes};
-    float acc[1][1][4] = {};
-    gemm_q8<1, 1, WARPS, 2>(acc, c, x, valid, width, staging, (inner - 8) * bytes);
-    store_partials<1, 1, WARPS>(shared, acc);
-    for (int i = threadIdx.x; i < 64; i += WARPS * 32) {
-        const int r = i & 7, t = i >> 3;
-        if (t < n)
-            store_as(z + (i64)t * inner + row + r, swiglu(sum_partials<WARPS>(shared, r * 8 + t, 128),
-                                                          sum_partials<WARPS>(shared, (8 + r) * 8 + t, 128), limit));
-    }
-}
-
 // Gate and up of the shared expert; the blocks after them compute the router logits.
 template <int NT, int WARPS, int U, bool Q8>
 __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale, int inner, const u16* router,
@@ -139,23 +119,22 @@ __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale,
 // `router_gate_up` for a single token, including routing. Router blocks come first and split K in two, so that they
 // finish first. The last of them to finish adds the halves, selects the experts and writes the plan while the shared
 // expert is still being read. `blocks_done` counts finished router blocks and is reset to zero; `partial_logits` holds
-// both halves of all logits. With EIGHT, blocks have eight rows of the shared expert (Q8_0).
-template <int PER_LANE, int WARPS, bool Q8, bool EIGHT>
+// both halves of all logits.
+template <int PER_LANE, int WARPS, bool Q8>
 __device__ __forceinline__ void router_gate_up_one(const u8* codes, const u8* scale, int inner, const u16* router,
                                                    int experts, const u16* xh, const u16* xb, int width, u16* z,
                                                    float* logits, float limit, float* partial_logits, int* blocks_done,
                                                    const float* bias, const int* hash_table, const i64* tokens,
                                                    const i64* addresses, int* ids, float* weights, int* order,
                                                    ExpertSlot* slots, int topk, float factor) {
-    __shared__ float shared[WARPS * (EIGHT ? 1 : 2) * 16 * 8];
+    __shared__ float shared[WARPS * 2 * 16 * 8];
     __shared__ bool last;
     const int t = threadIdx.x, lane = t & 31, router_blocks = experts / 8;
     launch_dependents();
     if (blockIdx.x >= router_blocks) {
         u8* staging = reinterpret_cast<u8*>(memory);
-        const int row = (blockIdx.x - router_blocks) * (EIGHT ? 8 : 16);
-        if (EIGHT) shared_gate_up_eight<WARPS>(shared, staging, row, codes, inner, xh, 1, width, z, limit);
-        else shared_gate_up<1, WARPS, 2, Q8>(shared, staging, row, codes, scale, inner, xh, 1, width, z, limit);
+        const int row = (blockIdx.x - router_blocks) * 16;
+        shared_gate_up<1, WARPS, 2, Q8>(shared, staging, row, codes, scale, inner, xh, 1, width, z, limit);
         return;
     }
     if (blockIdx.x == 0) {  // prefetch what the last block reads
@@ -258,19 +237,17 @@ ROUTER_GATE_UP(router_gate_up_q8_4, 4, 8, 1, true)
 ROUTER_GATE_UP(router_gate_up_8, 8, 4, 1, false)
 ROUTER_GATE_UP(router_gate_up_q8_8, 8, 4, 1, true)
 
-#define ROUTER_GATE_UP_ONE(NAME, PER_LANE, Q8, EIGHT)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, EIGHT ? 3 : 1) NAME(                               \
+#define ROUTER_GATE_UP_ONE(NAME, PER_LANE, Q8)                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) NAME(                               \
         const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh, const u16* xb, \
         int width, u16* z, float* logits, float limit, float* partial_logits, int* blocks_done, const float* bias, \
         const int* hash_table, const i64* tokens, const i64* addresses, int* ids, float* weights, int* order,      \
         ExpertSlot* slots, int topk, float factor) {                                                               \
-        router_gate_up_one<PER_LANE, 8, Q8, EIGHT>(codes, scale, inner, router, experts, xh, xb, width, z, logits, limit,     \
+        router_gate_up_one<PER_LANE, 8, Q8>(codes, scale, inner, router, experts, xh, xb, width, z, logits, limit,     \
                                         partial_logits, blocks_done, bias, hash_table, tokens, addresses, ids,     \
                                         weights, order, slots, topk, factor);                                      \
     }
-ROUTER_GATE_UP_ONE(router_gate_up_one_8, 8, false, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_8, 8, true, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_eight_8, 8, true, true)
-ROUTER_GATE_UP_ONE(router_gate_up_one_16, 16, false, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_16, 16, true, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_eight_16, 16, true, true)
+ROUTER_GATE_UP_ONE(router_gate_up_one_8, 8, false)
+ROUTER_GATE_UP_ONE(router_gate_up_one_q8_8, 8, true)
+ROUTER_GATE_UP_ONE(router_gate_up_one_16, 16, false)
+ROUTER_GATE_UP_ONE(router_gate_up_one_q8_16, 16, true)

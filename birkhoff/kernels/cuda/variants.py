@@ -18,33 +18,34 @@ Q8_STAGE = 16 * 272  # its bytes of shared memory
 @dataclass(frozen=True)
 class BlockDecoder:
     """A type of experts in block_types.cuh: bytes of 256 columns, whether it needs sums of inputs, bytes of its table,
-    and whether it serves a single token only."""
+    and whether it serves a single token, whose inputs are digits."""
 
     block_bytes: int
     sums: bool = False
     table: int = 0
-    one: bool = False
+    digits: bool = False
 
 
 BLOCK_DECODERS = {
     "Q2_K": BlockDecoder(84, sums=True),
-    "Q2_K_ONE": BlockDecoder(84, sums=True, one=True),
+    "Q2_K_DIGITS": BlockDecoder(84, digits=True),
     "Q3_K": BlockDecoder(110, sums=True),
     "Q4_K": BlockDecoder(144, sums=True),
     "Q5_K": BlockDecoder(176, sums=True),
     "Q6_K": BlockDecoder(210),
     "IQ4_XS": BlockDecoder(136),
     "IQ2_XXS": BlockDecoder(66, table=2048),
-    "IQ2_XXS_BYTES": BlockDecoder(66, table=2048),
-    "IQ2_XXS_BYTES16": BlockDecoder(66, table=2048 * 16),
-    "IQ2_XXS_ONE": BlockDecoder(66, table=2048, one=True),
-    "IQ2_XXS_ONE16": BlockDecoder(66, table=2048 * 16, one=True),
+    "IQ2_XXS_DIGITS": BlockDecoder(66, table=1536 * 8, digits=True),
+    "IQ2_XXS_DIGITS16": BlockDecoder(66, table=1536 * 16, digits=True),
     "IQ2_XS": BlockDecoder(74, table=4096),
-    "IQ2_XS8": BlockDecoder(74, table=4096 * 8),
     "IQ3_XXS": BlockDecoder(98, table=1024),
-    "IQ3_XXS32": BlockDecoder(98, table=1024 * 32),
 }
 BLOCK_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_XS")
+
+
+def digit_bytes(inner: int) -> int:
+    """Bytes of the digits and factors of one token's inputs (blocks.cuh)."""
+    return inner // 256 * 768 + -(-inner // 1024) * 16
 
 
 @dataclass(frozen=True)
@@ -68,40 +69,84 @@ class BlockVariant:
         )
 
     def memory(self, inner: int, rows: int) -> int:
-        """Bytes of dynamic shared memory: tiles, sums of the inputs of up to eight tokens, and the table."""
+        """Bytes of dynamic shared memory: the table, tiles, and sums of the inputs of up to eight tokens or digits."""
         decoder = BLOCK_DECODERS[self.decoder]
-        tile = inner // 256 * 16 * decoder.block_bytes
-        return self.stages * tile + (inner // 4 * min(rows, 8) if decoder.sums else 0) + decoder.table
+        blocks = inner // 256
+        row = blocks * decoder.block_bytes
+        if decoder.digits:
+            row += 0 if row % 32 else 16
+            inputs = digit_bytes(inner)
+        else:
+            inputs = inner // 4 * min(rows, 8) if decoder.sums else 0
+        return decoder.table + self.stages * 16 * row + inputs
+
+    def shared_memory(self, inner: int) -> int:
+        """Bytes of dynamic shared memory of the thread blocks that compute a shared expert in Q8_0."""
+        depth = 1 if self.stages == 1 else 2
+        return Q8Variant(self.warps, depth, one=BLOCK_DECODERS[self.decoder].digits).memory(inner)
 
     def thread_blocks(self, tiles: int, processors: int) -> int:
         return min(tiles, processors * self.blocks) if self.blocks else tiles
+
+    def split(
+        self, tiles: int, row_bytes: int, shared: int, shared_bytes: int, processors: int
+    ) -> tuple[int, int]:
+        """Thread blocks of a shared expert of `shared` tiles and of the others, by their share of the bytes."""
+        if not self.blocks:
+            return shared, tiles
+        every = processors * self.blocks
+        part = round(every * shared * shared_bytes / (shared * shared_bytes + tiles * row_bytes))
+        part = min(max(part, 1), shared)
+        return part, min(tiles, every - part)
 
 
 @dataclass(frozen=True)
 class Q8Variant:
     """A form of gemv_q8.cu: warps that split K, stages of 256 columns each has in flight, and thread blocks per
-    multiprocessor; 0 if every sixteen rows have their own."""
+    multiprocessor; 0 if every sixteen rows have their own. `one`: for a single token, whose digits are multiplied."""
 
     warps: int
     depth: int
     blocks: int = 0
+    one: bool = False
 
     def defines(self, tiles: int) -> tuple[str, ...]:
-        return (f"Q8_TILES={tiles}", f"Q8_WARPS={self.warps}", f"Q8_DEPTH={self.depth}")
+        return (
+            f"Q8_TILES={tiles}",
+            f"Q8_WARPS={self.warps}",
+            f"Q8_DEPTH={self.depth}",
+            f"Q8_RESIDENT={self.blocks or 1}",
+            f"Q8_ONE={int(self.one)}",
+        )
+
+    def memory(self, inner: int) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.warps * self.depth * Q8_STAGE + (digit_bytes(inner) if self.one else 0)
 
 
 # Variants that were measured to be faster than `BlockVariant(type)`: by type, kernel ("gate_up" or "down") and whether
-# there is one token; and those of gemv_q8.cu that are faster than gemv.cu: by tiles of eight tokens and input width.
-BLOCK_CHOICES: dict[tuple[str, str, bool], BlockVariant] = {}
-Q8_CHOICES: dict[tuple[int, int], Q8Variant] = {}
-# Forms of a single token's kernels for a shared expert in Q8_0 that were measured to be faster: "eight" (tiles of eight
-# rows of gate and up) and "deep" (three stages of down in flight).
-SHARED_Q8_CHOICES: set[str] = set()
+# there is one token; and those of gemv_q8.cu that are faster than gemv.cu: by tiles of eight tokens (0: a single token)
+# and input width.
+BLOCK_CHOICES = {
+    ("Q2_K", "gate_up", True): BlockVariant("Q2_K_DIGITS", 4, 2, 3),
+    ("Q2_K", "down", True): BlockVariant("Q2_K_DIGITS", 4, 2, 4),
+    ("Q4_K", "gate_up", True): BlockVariant("Q4_K", 8, 2, 2),
+    ("Q5_K", "gate_up", True): BlockVariant("Q5_K", 8, 2, 2),
+    ("IQ2_XXS", "gate_up", True): BlockVariant("IQ2_XXS_DIGITS16", 4, 2, 3),
+    ("IQ2_XXS", "down", True): BlockVariant("IQ2_XXS_DIGITS", 4, 2, 4),
+}
+Q8_CHOICES = {
+    (0, 4096): Q8Variant(8, 2, 2),
+    (1, 4096): Q8Variant(8, 2, 2),
+    (4, 4096): Q8Variant(8, 2, 2),
+    (4, 8192): Q8Variant(8, 2, 2),
+}
 
 
-def block_variant(kind: str, kernel: str, rows: int) -> BlockVariant:
-    """The variant of blocks.cu in which a kernel of a type runs."""
-    return BLOCK_CHOICES.get((kind, kernel, rows == 1), BlockVariant(kind))
+def block_variant(kind: str, kernel: str, rows: int, host: bool = False) -> BlockVariant:
+    """The variant of blocks.cu in which a kernel of a type runs. With `host`, some experts are in host memory: bulk
+    copies of single rows cross the bus more slowly than the others."""
+    return (None if host else BLOCK_CHOICES.get((kind, kernel, rows == 1))) or BlockVariant(kind)
 
 
 def expert_sources(kinds: Iterable[str]) -> set[tuple[str, tuple[str, ...]]]:
@@ -150,6 +195,11 @@ def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int
     if total >= 16384:  # enough rows to keep all warps busy without splitting K further
         return (2, 1, 4) if inner > 1024 else (1, 1, 8)
     return (2, 1, 4) if grouped else (4, 1, 1)
+
+
+def q8_choice(n: int, inner: int) -> Q8Variant | None:
+    """The variant of gemv_q8.cu that multiplies n tokens, or None where gemv.cu is faster."""
+    return Q8_CHOICES.get((0 if n == 1 else token_tiles(n), inner))
 
 
 def q8_variant(tiles: int, inner: int) -> tuple[int, int]:

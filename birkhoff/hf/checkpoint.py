@@ -11,6 +11,7 @@ from birkhoff.errors import CheckpointError, UnsupportedModel, quoted
 from birkhoff.hf.families import BY_TYPE, FAMILIES, Family
 
 OURS = "deepseek_v4"
+_NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors
 _ENCODERS = (
     "T5",
     "Bart",
@@ -43,6 +44,17 @@ def read_config(path: Path) -> dict[str, Any]:
 def has_tokenizer(path: Path) -> bool:
     """Whether the directory has files of a tokenizer."""
     return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def stored_codes(tensors: Mapping[str, Any]) -> str | None:
+    """Why weights with these headers are not numbers but codes of a quantisation; None if they are numbers."""
+    for name, tensor in tensors.items():
+        if name.endswith(".weight") and tensor.dtype not in _NUMBERS:
+            return (
+                f"{name} is stored as {tensor.dtype}: a quantised checkpoint, although its config does not say so. Use "
+                "the unquantised one."
+            )
+    return None
 
 
 def runs_here(config: Mapping[str, Any]) -> bool:

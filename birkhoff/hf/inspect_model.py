@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config
+from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config, stored_codes
 from birkhoff.hf.families import points_of
 from birkhoff.text.template_answer import call_syntax, takes_tools, writes_reasoning
 from birkhoff.weights.shard_index import read_shards
@@ -21,6 +21,8 @@ def inspect_model(path: Path) -> dict[str, Any]:
     layers = _first(config, "num_hidden_layers", "n_layer")
     problems: list[str] = []
     tensors = read_shards(path, lambda error: problems.append(str(error))).tensors
+    if (codes := stored_codes(tensors)) is not None:
+        problems.append(codes)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + math.prod(tensor.shape)

@@ -12,12 +12,13 @@ import torch
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.engine import EngineCore
-from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
+from birkhoff.errors import CapacityError, CheckpointError, OptionError, UnsupportedModel, quoted
 from birkhoff.hf.chat_template import TemplateChat
-from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config
+from birkhoff.hf.checkpoint import family_of, has_tokenizer, read_config, stored_codes
 from birkhoff.hf.model import HfConfig, HfModel
 from birkhoff.hf.runner import HfRunner
 from birkhoff.text.general_tokenizer import GeneralTokenizer
+from birkhoff.weights.shard_index import read_shards
 
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -37,16 +38,28 @@ def open_model(path: Path, device: torch.device, dtype: torch.dtype, show_bar: b
     raw = read_config(path)
     family = family_of(raw)
     transformers = _library()
+    _check_weights(path)
     # Soft-capping of attention scores is only in the plain implementation.
     soft_capped = raw.get("attn_logit_softcapping") is not None or family.model_type == "gemma2"
     attention = "eager" if soft_capped or not family.cached else "sdpa"
     try:
         with _progress_bar(transformers, show_bar):
-            network = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=attention, use_safetensors=True, **_LOCAL
+            network, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                output_loading_info=True,
+                **_LOCAL,
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"Transformers cannot load {path}: {quoted(str(error), 400)}.") from None
+    except Exception as error:  # Transformers raises many kinds
+        raise CheckpointError(f"Transformers cannot load {path}: {_reason(error)}.") from None
+    if loaded["missing_keys"]:  # Transformers would fill them with random numbers
+        missing = sorted(loaded["missing_keys"])
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors of the model, such as {missing[0]}, and has {_unused(loaded)}. "
+            "Download it again; quantised checkpoints are not read."
+        )
     text = open_text(path, int(network.config.vocab_size))
     config = hf_config(network.config, family.model_type, text.first_id, network.generation_config)
     return OpenedModel(HfModel(network.to(device), family, config), text.tokenizer, text.chat)
@@ -76,8 +89,8 @@ def read_hf_config(path: Path, first_id: int | None) -> HfConfig:
     transformers = _library()
     try:
         config = transformers.AutoConfig.from_pretrained(path, **_LOCAL)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Transformers cannot read {path}: {quoted(str(error), 400)}.") from None
+    except Exception as error:  # Transformers raises many kinds
+        raise CheckpointError(f"Transformers cannot read {path}: {_reason(error)}.") from None
     generation = None
     if (path / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -135,6 +148,29 @@ def _library() -> Any:
             "pip install 'birkhoff-v4[transformers]'."
         ) from None
     return transformers
+
+
+def _check_weights(path: Path) -> None:
+    """Refuse checkpoints whose weights are missing or stored as codes: Transformers would convert the codes to numbers
+    without their scales."""
+    if not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path} has no model.safetensors and no shards of it. Download them; other formats are not read."
+        )
+    why = stored_codes(
+        read_shards(path, lambda error: None).tensors
+    )  # broken files are Transformers' to report
+    if why is not None:
+        raise UnsupportedModel(f"{path}: {why}")
+
+
+def _reason(error: Exception) -> str:
+    return quoted(f"{type(error).__name__}: {error}", 400)
+
+
+def _unused(loaded: Mapping[str, Any]) -> str:
+    unused = sorted(loaded["unexpected_keys"])
+    return f"{len(unused)} others, such as {unused[0]}" if unused else "no others"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import birkhoff
@@ -24,6 +25,7 @@ from birkhoff.errors import (
     TextUnavailable,
     UnsupportedModel,
 )
+from birkhoff.hf.inspect_model import inspect_model
 from birkhoff.hf.model_docs import document
 from birkhoff.text.general_tokenizer import GeneralTokenizer
 from tests.hf.models import VOCAB, D, make
@@ -241,6 +243,46 @@ def test_missing_weights_are_named(folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         birkhoff.load(tmp_path)
+
+
+def _drop(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def _pack(tensors):
+    tensors["model.layers.1.mlp.up_proj.qweight"] = tensors.pop("model.layers.1.mlp.up_proj.weight").int()
+
+
+def _codes(tensors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "change, config, error, says",
+    [
+        (_drop, {}, CheckpointError, r"lacks 1 tensors of the model, such as model\.layers\.1.*no others"),
+        (_pack, {}, CheckpointError, r"1 others, such as model\.layers\.1\.mlp\.up_proj\.qweight"),
+        (_codes, {}, UnsupportedModel, "stored as F8_E4M3: a quantised checkpoint"),
+        (None, {"num_hidden_layers": 5}, CheckpointError, "lacks 18 tensors"),
+        (None, {"intermediate_size": 50}, CheckpointError, "cannot load"),
+        (None, {"hidden_act": "nosuch"}, CheckpointError, "nosuch"),
+        (None, {"hidden_size": "x"}, CheckpointError, "hidden_size"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(folder, tmp_path, change, config, error, says):
+    """Transformers fills what is missing with random numbers and goes on."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if change is not None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    changed = json.loads((tmp_path / "config.json").read_text()) | config
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(error, match=says):
+        birkhoff.load(tmp_path, **SMALL)
+    assert any("F8_E4M3" in problem for problem in inspect_model(tmp_path)["problems"]) == (change is _codes)
 
 
 def test_without_transformers_the_extra_is_named(folder):

@@ -4,6 +4,7 @@ command, run in the process of the tests.
 Without a CUDA device Triton kernels run in Triton's interpreter, which must be enabled before Triton is imported.
 """
 
+import gc
 import os
 import subprocess
 import warnings
@@ -19,6 +20,13 @@ if not torch.cuda.is_available():
 
 settings.register_profile("birkhoff", deadline=None, derandomize=True, max_examples=scaled(200, 30))
 settings.load_profile("birkhoff")
+
+gc.disable()  # a million objects are made during collection and none is garbage
+
+
+def pytest_collection_finish():
+    gc.freeze()  # later collections do not walk them
+    gc.enable()
 
 
 @pytest.fixture

@@ -76,12 +76,13 @@ class ShorterTypes:
     """What the interpreter computes about types, each computed once: half the time of our kernels without this.
 
     Shapes, element counts and names of block types are kept by element type and shape, NumPy's type by Triton's name,
-    the functions to exchange by module, and operands of one shape are not broadcast. Checks for integer overflow are
-    left out, since without `debug` the interpreter computes them and ignores the result."""
+    the functions to exchange by module, and operands of one type or shape are not converted. Checks for integer
+    overflow are left out, since without `debug` the interpreter computes them and ignores the result."""
 
     def __init__(self) -> None:
         self._make_block = tl.block_type.__init__
         self._broadcast = interpreter.interpreter_semantic.broadcast_impl_value
+        self._operands = interpreter.interpreter_semantic.binary_op_type_checking_impl
         self._numpy_type = interpreter._get_np_dtype
         self._blocks: dict[tuple, tuple] = {}  # (element type, shape): shape, numel and name of a block type
         self._tensors: dict[tuple, tuple] = {}  # shape: shape and numel of a tensor
@@ -94,6 +95,7 @@ class ShorterTypes:
         assert not builder.options.debug
         builder.options = replace(builder.options, sanitize_overflow=False)
         semantic.broadcast_impl_value = self.broadcast
+        semantic.binary_op_type_checking_impl = self.operands
         interpreter._get_np_dtype = self.numpy_type
         interpreter._patch_builtin = self.patch_builtin
 
@@ -131,6 +133,13 @@ class ShorterTypes:
         if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
             return lhs, rhs
         return self._broadcast(lhs, rhs)
+
+    def operands(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, div_or_mod=False):
+        """Two tensors of one type that is no pointer need no check and no conversion, except for quotients."""
+        tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and not div_or_mod
+        if tensors and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return self._operands(lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, div_or_mod)
 
     def numpy_type(self, triton_type):
         name = triton_type.scalar.name

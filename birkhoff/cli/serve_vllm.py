@@ -17,7 +17,6 @@ from typing import Any
 
 from birkhoff.api.options import NOT_VLLM, EngineOptions
 from birkhoff.errors import OptionError, quoted
-from birkhoff.option_checks import is_loopback
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.vllm.open_engine import VllmSettings, installed_version
 from birkhoff.vllm.serve_command import STEERING_KEY, serve_command, serve_environment
@@ -52,11 +51,6 @@ def serve_vllm(
                 f"{field.name} is {quoted(getattr(settings, field.name))}, a setting of our own server that vllm serve "
                 "does not have. Leave it out."
             )
-    if not (is_loopback(settings.host) or settings.api_key or settings.i_know_this_is_open):
-        raise OptionError(
-            f"host is {settings.host}, which others can reach, and there is no API key. Give --api-key KEY, or say "
-            "--i-know-this-is-open."
-        )
     installed_version()
     model = load_options["model"]
     chosen = EngineOptions.from_kwargs(
@@ -88,11 +82,8 @@ def serve_vllm(
     process = subprocess.Popen(command, env=environment, stdout=2)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: process.send_signal(received))
-    scheme = "https" if settings.ssl_certfile else "http"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    threading.Thread(
-        target=_announce_when_ready, args=(process, f"{scheme}://{host}:{port}", announce), daemon=True
-    ).start()
+    url = settings.url(settings.host, port)
+    threading.Thread(target=_announce_when_ready, args=(process, url, announce), daemon=True).start()
     return process.wait()
 
 

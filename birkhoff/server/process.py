@@ -71,15 +71,12 @@ def serve(
     )
     server = Server(config)
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # an address that can be opened
-    name = f"[{host}]" if ":" in host else host
-    scheme = "https" if settings.ssl_certfile else "http"
 
     async def run() -> None:
         async def load_and_start() -> None:
             engine = await asyncio.to_thread(_load_engine, load, settings)
             async_engine.start(engine)
-            announce(f"{scheme}://{name}:{port}")
+            announce(settings.url(host, port))
 
         async def watch_for_exit() -> None:
             while not server.should_exit:

@@ -119,6 +119,11 @@ class ServerSettings:
                 "127.0.0.1, or say --i-know-this-is-open."
             )
 
+    def url(self, host: str, port: int) -> str:
+        """The URL at which a client on this machine opens a server that listens on an address."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"{'https' if self.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
     def _check_type(self, name: str, expected: type[Any]) -> None:
         """Check one setting against the type of its default; sequences become tuples."""
         value: Any = getattr(self, name)

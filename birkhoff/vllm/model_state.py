@@ -23,7 +23,7 @@ def step_rows(batch: Any, hooked: RankRequests) -> Iterator[StepRows]:
     again after a preemption."""
     drafts = batch.num_draft_tokens_per_req
     for index, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-        if request_id in hooked:
+        if request_id in hooked.running:
             first, stop = int(batch.query_start_loc_np[index]), int(batch.query_start_loc_np[index + 1])
             yield StepRows(
                 request_id,
@@ -62,7 +62,7 @@ class HookedModelState:
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
         """Before the forward pass, when the batch is final."""
         inputs = self._state.prepare_inputs(input_batch, req_states)
-        if self._hooked:
+        if self._hooked.running:
             rows = step_rows(input_batch, self._hooked)
             self._drafted = self._hooked.begin(rows, input_batch.num_tokens_after_padding)
         else:
@@ -73,7 +73,7 @@ class HookedModelState:
         """After the forward pass."""
         drafted, self._drafted = self._drafted, None
         if drafted is not None and failed:
-            self._hooked.hooks.fail()
+            self._hooked.fail_step()
         elif drafted is not None:
             self._hooked.end_step(drafted)
 

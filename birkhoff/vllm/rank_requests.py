@@ -116,8 +116,10 @@ class RankRequests:
         self._in_graph = in_graph
         self._vectors: dict[str, Any] = {}
         self._requests: dict[str, RankRequest] = {}  # by key: prepared, running, or waiting for `finish`
-        self._running: dict[str, RankRequest] = {}  # by id of the scheduler
-        self._capturing = False  # a request of the step captures, on this rank or on another of its group
+        self.running: dict[str, RankRequest] = {}  # by id of the scheduler
+        self._capturing = (
+            False  # a request of the running step captures, here or on another rank of the group
+        )
         self.steps = 0
         self.hooked_steps = 0
 
@@ -157,11 +159,11 @@ class RankRequests:
         request.request_id = request_id
         reserved = request.plan.reserve()
         assert reserved, f"the front admitted {quoted(key)} within the same limits"
-        self._running[request_id] = request
+        self.running[request_id] = request
 
     def end(self, request_id: str) -> None:
         """The scheduler has dropped the request: no token of it is computed any more, unless it starts again."""
-        request = self._running.pop(request_id, None)
+        request = self.running.pop(request_id, None)
         if request is not None:
             request.request_id = None
             request.plan.release()
@@ -198,7 +200,7 @@ class RankRequests:
         drafted: list[Plan] = []
         self._capturing = False
         for step in rows:
-            request = self._running[step.request_id]
+            request = self.running[step.request_id]
             plan = request.plan
             self._capturing |= request.spec.captures
             spans.append(Span(plan, step.first_row, step.start, step.token_ids, step.prompt_len))
@@ -213,8 +215,7 @@ class RankRequests:
         return drafted
 
     def skip(self) -> None:
-        """Before the forward pass of a step without hooked requests."""
-        self._capturing = False
+        """Before the forward pass of a step without hooked requests, where it may be a recorded graph."""
         if self._uses_graph():
             assert self.recorded is not None
             self.recorded.fill(None)
@@ -224,24 +225,23 @@ class RankRequests:
         if self._uses_graph():
             assert self.recorded is not None
             self.recorded.stage(self.hooks.tap)
+        self._capturing = False
         self.hooks.end(drafted)
+
+    def fail_step(self) -> None:
+        """The forward pass of a step that `begin` started has raised."""
+        self._capturing = False
+        self.hooks.fail()
 
     def _uses_graph(self) -> bool:
         return self.recorded is not None and self._in_graph()
 
     def recordable(self) -> bool:
         """Whether the next step may be a recorded graph: all running requests fit its operations."""
-        return self.recorded is not None and all(request.recordable for request in self._running.values())
+        return self.recorded is not None and all(request.recordable for request in self.running.values())
 
     def prompt_len(self, request_id: str) -> int:
-        return self._running[request_id].prompt_len
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._running
-
-    def __len__(self) -> int:
-        """Requests that are running."""
-        return len(self._running)
+        return self.running[request_id].prompt_len
 
     def at(self, layer: int) -> Tap:
         """The tap of a layer in the running step: while a graph is recorded, the one whose operations it holds."""
@@ -268,7 +268,7 @@ class RankRequests:
             "steps": self.steps,
             "hooked_steps": self.hooked_steps,
             "requests": len(self._requests),
-            "running": len(self._running),
+            "running": len(self.running),
             "vectors": len(self._vectors),
         }
 
@@ -278,7 +278,7 @@ class RankRequests:
             if not request.captured:
                 request.plan.close("cancelled", request.prompt_len)
         self._requests.clear()
-        self._running.clear()
+        self.running.clear()
         self.planner.close()
 
     def _plan(self, spec: RequestSpec) -> RankRequest:

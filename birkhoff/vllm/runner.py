@@ -18,9 +18,9 @@ from birkhoff.vllm.spec import RequestMark
 
 
 class HookedRunner(GPUModelRunner):  # type: ignore[misc]
-    """The V1 runner, hooked. It is armed once the model is loaded."""
+    """The V1 runner, hooked. It is armed once the model is loaded, before its first step."""
 
-    hooked: RankRequests | None = None
+    hooked: RankRequests
     _drafts: Mapping[str, Sequence[int]] = {}  # draft tokens of the step, by request
 
     def arm(self, hooked: RankRequests) -> None:
@@ -33,16 +33,14 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
         return self._dummy_run(num_rows, force_attention=True, **options)[0]
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        hooked = self.hooked
-        if hooked is not None:
-            for request_id in scheduler_output.finished_req_ids:
-                hooked.end(request_id)
-            for new in scheduler_output.scheduled_new_reqs:
-                params = new.sampling_params
-                mark = None if params is None else RequestMark.of(params.extra_args)
-                if mark is not None:
-                    hooked.start(new.req_id, mark.key)
-            self._drafts = scheduler_output.scheduled_spec_decode_tokens
+        for request_id in scheduler_output.finished_req_ids:
+            self.hooked.end(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            mark = None if params is None else RequestMark.of(params.extra_args)
+            if mark is not None:
+                self.hooked.start(new.req_id, mark.key)
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
         return super().execute_model(scheduler_output, intermediate_tensors)
 
     def _model_forward(
@@ -54,29 +52,23 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
         **model_kwargs: Any,
     ) -> Any:
         hooked = self.hooked
-        given = (input_ids, positions, intermediate_tensors, inputs_embeds)
-        if not hooked:
-            if hooked is not None:
+        if not hooked.running:
+            if hooked.recorded is not None:
                 hooked.skip()
-            return super()._model_forward(*given, **model_kwargs)
+            return super()._model_forward(
+                input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
+            )
         assert positions is not None
         drafted = hooked.begin(self._step_rows(input_ids), len(positions))
         try:
-            output = super()._model_forward(*given, **model_kwargs)
+            output = super()._model_forward(
+                input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
+            )
         except BaseException:
-            hooked.hooks.fail()
+            hooked.fail_step()
             raise
         hooked.end_step(drafted)
         return output
-
-    def _determine_batch_execution_and_padding(
-        self, *given: Any, force_eager: bool = False, **named: Any
-    ) -> Any:
-        """A step with a request that recorded graphs cannot run is run without one. All ranks decide alike."""
-        hooked = self.hooked
-        if hooked is not None and len(hooked) and not hooked.recordable():
-            force_eager = True
-        return super()._determine_batch_execution_and_padding(*given, force_eager=force_eager, **named)
 
     def _step_rows(self, input_ids: torch.Tensor | None) -> Iterator[StepRows]:
         """The rows of the hooked requests of this step."""
@@ -84,9 +76,8 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
         starts = self.query_start_loc.np
         ids = self.input_ids.cpu if input_ids is None else input_ids
         hooked = self.hooked
-        assert hooked is not None
         for index, request_id in enumerate(batch.req_ids):
-            if request_id in hooked:
+            if request_id in hooked.running:
                 first, stop = int(starts[index]), int(starts[index + 1])
                 yield StepRows(
                     request_id,
@@ -96,6 +87,17 @@ class HookedRunner(GPUModelRunner):  # type: ignore[misc]
                     int(batch.num_prompt_tokens[index]),
                     bool(self._drafts.get(request_id)),
                 )
+
+
+class GraphRunner(HookedRunner):
+    """The V1 runner, hooked, where vLLM records CUDA graphs."""
+
+    def _determine_batch_execution_and_padding(
+        self, *given: Any, force_eager: bool = False, **named: Any
+    ) -> Any:
+        """A step with a request that recorded graphs cannot run is run without one. All ranks decide alike."""
+        force_eager = force_eager or not self.hooked.recordable()
+        return super()._determine_batch_execution_and_padding(*given, force_eager=force_eager, **named)
 
 
 class HookedCpuRunner(HookedRunner, CPUModelRunner):  # type: ignore[misc]

@@ -29,7 +29,7 @@ from birkhoff.vllm.armed_v4 import arm_v4
 from birkhoff.vllm.compatibility import armed_of, check_config, check_layer, check_names, own_config
 from birkhoff.vllm.rank_requests import RankRequests, armed_keys
 from birkhoff.vllm.recorded_sites import RecordedSites, RecordedSteps
-from birkhoff.vllm.runner import HookedCpuRunner, HookedRunner, make_v2_runner
+from birkhoff.vllm.runner import GraphRunner, HookedCpuRunner, HookedRunner, make_v2_runner
 from birkhoff.vllm.self_check import check_recorded, check_sites
 from birkhoff.vllm.site_op import CONTEXT, in_graph, site_call
 from birkhoff.vllm.switched_model import arm_model
@@ -49,7 +49,9 @@ class HookedGpuWorker(Worker):  # type: ignore[misc]
         if not self.armed:
             return super()._make_model_runner()
         check_config(self.vllm_config)
-        make = make_v2_runner if self.use_v2_model_runner else HookedRunner
+        if self.use_v2_model_runner:
+            return make_v2_runner(self.vllm_config, self.device)
+        make = GraphRunner if self._graph_rows() else HookedRunner
         return make(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

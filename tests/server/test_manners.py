@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 
 import httpx
 import openai
@@ -12,6 +11,7 @@ import pytest
 
 from birkhoff.server.api_errors import HTTP_CALLS, to_api_error
 from birkhoff.server.server_settings import ServerSettings
+from tests.certificate import make_certificate
 from tests.server.conftest import serving, user
 
 ASK = {"messages": user("Hello."), "max_tokens": 4, "temperature": 0}
@@ -19,24 +19,7 @@ ASK = {"messages": user("Hello."), "max_tokens": 4, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Paths of a self-signed certificate for 127.0.0.1 and of its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    request = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*request, *names], check=True, capture_output=True)
-    return cert, key
+    return make_certificate(tmp_path_factory.mktemp("tls"), "127.0.0.1")
 
 
 @pytest.fixture(scope="module")

@@ -237,7 +237,7 @@ def test_edits_stay_until_the_scheduler_has_dropped_the_request(ended_first):
         plain = Toy()(embed([90, 11]))
         assert not torch.allclose(steered[1], plain[1], atol=1e-3)
         rank.requests.end("a")
-    assert rank.requests.counts()["requests"] == 0 and len(rank.requests) == 0
+    assert rank.requests.counts()["requests"] == 0 and not rank.requests.running
     assert rank.report("k", 5).errors == ["k is not known on this rank"]
 
 
@@ -265,7 +265,7 @@ def test_what_a_rank_refuses_is_said_and_nothing_is_kept():
     rank.prepare()
     rank.requests.discard("k")
     rank.requests.start("a", "k")
-    assert len(rank.requests) == 0 and rank.requests.counts()["requests"] == 0
+    assert not rank.requests.running and rank.requests.counts()["requests"] == 0
 
 
 class OwnState:
@@ -339,7 +339,7 @@ def test_a_batch_of_the_v2_runner_has_the_same_rows():
         (rows,) = unpack_rows(rank.report(key, len(ids) + 1).rows[0])
         assert rows.token_ids == ids and rows.positions == tuple(range(len(ids)))
     runner.execute_model(["a", "b", "other"], [], [("x", 0, [1])])
-    assert len(rank.requests) == 0 and rank.requests.counts()["requests"] == 0
+    assert not rank.requests.running and rank.requests.counts()["requests"] == 0
 
 
 def test_a_preempted_request_of_the_v2_runner_is_hooked_again():
@@ -350,7 +350,7 @@ def test_a_preempted_request_of_the_v2_runner_is_hooked_again():
     runner.execute_model([], [("a", "k")], [("a", 0, list(PROMPT))])
     steered = runner.execute_model([], [], [("a", 4, [11])])
     plain = runner.execute_model(["a"], [], [("x", 4, [11])])
-    assert not torch.allclose(steered[0], plain[0], atol=1e-3) and len(rank.requests) == 0
+    assert not torch.allclose(steered[0], plain[0], atol=1e-3) and not rank.requests.running
     again = runner.execute_model([], [("a", "k")], [("a", 0, [*PROMPT, 11])])
     assert torch.allclose(again[4], steered[0], atol=1e-5)
     runner.execute_model([], [], [("a", 5, [12])])

@@ -62,14 +62,14 @@ class GraphRank:
         """Parts are (request, start, token ids, prompt length); other rows are of requests without hooks."""
         steps, ids = [], []
         for key, start, tokens, prompt_len in parts:
-            if key in self.requests:
+            if key in self.requests.running:
                 steps.append(StepRows(key, len(ids), start, tokens, prompt_len))
             ids += tokens
         ids += [0] * (num_rows - len(ids))
-        fits = self.requests.recordable() if self.requests else True
+        fits = self.requests.recordable() if self.requests.running else True
         self.in_graph = self.replay is not None and num_rows == ROWS and fits
         self.replays += self.in_graph
-        drafted = self.requests.begin(steps, num_rows) if self.requests else self.requests.skip()
+        drafted = self.requests.begin(steps, num_rows) if self.requests.running else self.requests.skip()
         output = (self.replay if self.in_graph else self.model)(embed(ids))
         if drafted is not None:
             self.requests.end_step(drafted)

@@ -40,8 +40,13 @@ def test_a_mixed_batch_by_the_operations_of_recorded_graphs(tmp_path, monkeypatc
     batch = Batch()
     options = {"backend": "vllm", "capture_root": tmp_path / "captures", **SMALL}
     with birkhoff.load(tmp_path / "model", **options) as engine:
+        worker = engine._core.engine.model_executor.driver_worker.worker
+        at_start = worker.model_runner.forced
         batch.register(engine, tmp_path)
         check_batch(engine, Reference(model), batch, tmp_path / "captures")
-        worker = engine._core.engine.model_executor.driver_worker.worker
         (counts,) = engine._core.ranks.call("birkhoff_counts")
         assert 5 < worker.recorded_steps < counts["steps"], (worker.recorded_steps, counts)
+        forced = worker.model_runner.forced - at_start
+        assert forced == counts["steps"] - worker.recorded_steps, (
+            "those of requests that do not fit, and no other"
+        )

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from birkhoff.capture.store.reader import read_request
+from tests.certificate import make_certificate
 from tests.hf.reference import Reference
 from tests.hf.test_loading import TEMPLATE, byte_level, own
 from tests.vllm.batch import reference_text, worst_error
@@ -27,6 +29,7 @@ from tests.vllm.models import CONTEXT, LAYERS, D, make_model
 
 pytestmark = pytest.mark.vllm
 if HAS_VLLM:
+    import httpx
     import openai
     import transformers
 VECTOR = torch.randn(D, generator=torch.Generator().manual_seed(4))
@@ -35,7 +38,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 class Served:
+    """A server over HTTPS; where this machine has IPv6, on its loopback address of that."""
+
     def __init__(self, folder, *flags):
+        self.host = "::1" if has_ipv6() else "127.0.0.1"
+        cert, key = make_certificate(folder, self.host)
+        self.tls = ssl.create_default_context(cafile=str(cert))
         self.log = folder / "log"
         self.root = folder / "captures"
         command = [
@@ -48,7 +56,10 @@ class Served:
             "vllm",
             "--port",
             "0",
+            "--host",
+            self.host,
         ]
+        command += ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
         command += ["--dtype", "float32", "--max-context", str(CONTEXT), "--max-requests", "4"]
         command += [
             "--max-batch-tokens",
@@ -65,18 +76,28 @@ class Served:
             )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
-        assert self.url.startswith("http"), self.log.read_text()[-4000:]
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        assert self.url.startswith(f"https://{name}:"), self.log.read_text()[-4000:]
 
     def call(self, path, body=None, **headers):
         headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}", **headers}
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(self.url + path, data, headers), timeout=120
+                urllib.request.Request(self.url + path, data, headers), timeout=120, context=self.tls
             ) as reply:
                 return reply.status, json.loads(reply.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"{}")
+
+
+def has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +125,8 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def client(served):
-    return openai.OpenAI(base_url=served.url + "/v1", api_key=KEY, timeout=120)
+    with httpx.Client(verify=served.tls, timeout=120) as http:
+        yield openai.OpenAI(base_url=served.url + "/v1", api_key=KEY, timeout=120, http_client=http)
 
 
 def steered(hook, layer, x):
@@ -315,7 +337,7 @@ def test_a_client_that_leaves_ends_its_request(served):
     }
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(served.url + "/v1/completions", json.dumps(body).encode(), headers)
-    reply = urllib.request.urlopen(request, timeout=120)
+    reply = urllib.request.urlopen(request, timeout=120, context=served.tls)
     reply.read(64)
     reply.close()
     deadline = time.monotonic() + 120

@@ -22,7 +22,7 @@ export const ordinary = (state) => Boolean(state.props) && !state.props.num_stre
 
 /** Why a view of parts that only DeepSeek-V4 has stays empty; null where it makes sense. */
 export const notHere = (state, what) =>
-  ordinary(state) ? `${what}: this model has one residual stream and no such parts.` : null;
+  ordinary(state) ? `${what}: recorded for DeepSeek-V4 only; this model has one residual stream.` : null;
 
 /**
  * Asks the server about the pinned token whenever the pin or the text changes, and calls `draw(answer)`. Returns a

@@ -433,7 +433,7 @@ function noteOf(edit, state) {
 
 const signed = (x) => `${x >= 0 ? "+" : ""}${nice(x)}`;
 
-/** Health indicators of a steered run, each graded ok, warn or bad. */
+/** Health indicators of a steered run, each graded ok, warn or bad; those of streams where streams were recorded. */
 function healthIndicators(run) {
   const frames = [...run.frames.values()],
     twins = [...run.twinFrames.values()];
@@ -450,6 +450,8 @@ function healthIndicators(run) {
   const word = { ok: "ok", warn: "high", bad: "too high" };
   const item = (name, text, kind) =>
     h("span", { class: kind }, `${name} `, h("b", {}, text), ` ${word[kind]}`);
+  const repeats = item("repetition", `${(repeated * 100).toFixed(0)} %`, level(repeated, 0.15, 0.4));
+  if (!frames.some((f) => f.stream_norm)) return [repeats];
   return [
     item("norm growth", `× ${growth.toFixed(2)}`, level(growth, 1.5, 3)),
     item(
@@ -457,7 +459,7 @@ function healthIndicators(run) {
       `${error.toExponential(1)} (unsteered ${worst(twins).toExponential(1)})`,
       level(error / Math.max(worst(twins), 1e-3), 1.5, 4),
     ),
-    item("repetition", `${(repeated * 100).toFixed(0)} %`, level(repeated, 0.15, 0.4)),
+    repeats,
     item("NaN", String(broken), broken ? "bad" : "ok"),
   ];
 }

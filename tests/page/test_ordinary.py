@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hf.models import make
+from birkhoff.steering.vector_file import SteeringVector
+from tests.hf.models import D, make
 from tests.hf.test_loading import TEMPLATE, byte_level, own
 from tests.page.conftest import Server
 
@@ -15,7 +16,9 @@ def server(tmp_path_factory):
     tokenizer = own(byte_level(), TEMPLATE)
     make("llama", folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "model")
-    started = Server(folder, "--model", str(folder / "model"), "--backend", "transformers").start()
+    SteeringVector({1: [3.0] * D}, "add", "post_mlp").save(folder / "mine.safetensors")
+    flags = ("--backend", "transformers", "--steering-modules", f"mine={folder / 'mine.safetensors'}")
+    started = Server(folder, "--model", str(folder / "model"), *flags).start()
     yield started
     started.stop()
 
@@ -47,6 +50,19 @@ def test_views_that_make_sense_work_and_the_others_say_why_not(open_tab):
     alt = page.wait_for_selector('[data-panel="circuit"] img').get_attribute("alt")
     assert "attn_out[" in alt or "mlp_out[" in alt
     assert page.locator('[data-panel="circuit"] .legend.streams span').count() == 0
+    assert not tab.faults
+
+
+def test_steering_side_by_side_claims_nothing_about_streams(open_tab):
+    tab = open_tab()
+    page = tab.page
+    page.wait_for_selector("#model:has-text('one residual stream')")
     page.click("#tab-steer")
-    page.wait_for_timeout(200)
+    page.fill("#steer-prompt", "the quick brown")
+    page.click("#steer-run")
+    tab.done()
+    page.wait_for_selector('[data-strip="steered"] .tok')
+    page.wait_for_selector("text=repetition")
+    shown = page.inner_text("main")
+    assert "repetition" in shown and "doubly stochastic within" not in shown and "norm growth" not in shown
     assert not tab.faults

@@ -26,6 +26,8 @@ from birkhoff.kernels.attend import reference as plain_attend
 from birkhoff.kernels.experts import reference as plain_experts
 from birkhoff.kernels.index import reference as plain_index
 from birkhoff.kernels.mhc import reference as plain_mhc
+from birkhoff.kernels.rope import frequencies, phases
+from birkhoff.kernels.row_index import RowIndex
 from birkhoff.model.attention import Attention
 from birkhoff.model.moe import MoE
 from birkhoff.model.transformer import Transformer
@@ -235,43 +237,44 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
 def attention_rows(
     config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device
 ) -> Iterator[Row]:
-    from birkhoff.kernels.attend.prefill import attend
+    from birkhoff.kernels.attend.prefill import attend_paged
 
     c, window = config, config.sliding_window
+    table, sink = torch.zeros(1, 1, dtype=torch.long, device=device), torch.randn(c.num_attention_heads)
+    ring = torch.randn(1, window, c.head_dim, device=device).bfloat16()
     for count in chunks:
-        context = 2 * count
-        queries = torch.randn(1, count, c.num_attention_heads, c.head_dim, device=device).bfloat16()
-        recent = torch.randn(1, window - 1 + count, c.head_dim, device=device).bfloat16()
-        sink = torch.randn(c.num_attention_heads, device=device)
-        oldest = torch.zeros(1, dtype=torch.long, device=device)
+        rows = RowIndex.of([(0, count, 2 * count)], device)
+        queries = torch.randn(count, c.num_attention_heads, c.head_dim, device=device).bfloat16()
+        keys = torch.randn(count, c.head_dim, device=device).bfloat16()
+        turn = phases(rows.positions, frequencies(c.qk_rope_head_dim, c.rope_theta).to(device))
         for name, ratio in (("window", 0), ("all entries", 128), ("listed entries", 4)):
-            entries = selected = None
+            pages = selected = part = None
             num_keys = window
             if ratio:
-                entries = torch.randn(1, context // ratio, c.head_dim, device=device).bfloat16()
-                counts = ((torch.arange(count, device=device) + count + 1) // ratio).int().unsqueeze(0)
+                pages = torch.randn(1, 2 * count // ratio, c.head_dim, device=device).bfloat16()
+                counts = ((rows.positions + 1) // ratio).int()
                 selected = TopkIndices(counts)
                 num_keys += int(counts.float().mean())
-            if ratio == 4:
-                ranks = torch.rand(1, count, context // 4, device=device).argsort(-1)[..., : c.index_topk]
-                selected = TopkIndices(counts.clamp_max(c.index_topk), ranks.sort(-1).values.int())
+            if selected is not None and ratio == 4:
+                ranks = torch.rand(count, 2 * count // 4, device=device).argsort(-1)[..., : c.index_topk]
+                selected = TopkIndices(selected.counts.clamp_max(c.index_topk), ranks.sort(-1).values.int())
                 num_keys = window + c.index_topk
-            arguments = (entries, selected, sink, window, c.head_dim**-0.5)
-            call = partial(attend, queries, recent, oldest, *arguments)
-            part = (
-                None
-                if selected is None
-                else TopkIndices(selected.counts[:, :CHECKED], _first(selected.indices))
-            )
-            checked = (
-                queries[:, :CHECKED],
-                recent[:, : window - 1 + CHECKED],
-                oldest,
-                entries,
+            if selected is not None:
+                part = TopkIndices(selected.counts[:CHECKED], _first(selected.indices))
+            constants = (sink.to(device), window, c.head_dim**-0.5)
+            call = partial(attend_paged, queries, keys, ring, pages, table, rows, selected, *constants, turn)
+            expected = plain_attend.attend_paged(
+                queries[:CHECKED],
+                keys[:CHECKED],
+                ring,
+                pages,
+                table,
+                RowIndex.of([(0, count, count + CHECKED)], device),
                 part,
-                *arguments[2:],
+                *constants,
+                turn.view(lambda each: each[:CHECKED]),
             )
-            error = relative_error(call()[:, :CHECKED], plain_attend.attend(*checked))
+            error = relative_error(call()[:CHECKED], expected)
             operations = 4.0 * count * c.num_attention_heads * num_keys * c.head_dim
             labels = {
                 "kind": "many",
@@ -280,21 +283,11 @@ def attention_rows(
                 "tokens": count,
                 "keys_a_query": num_keys,
             }
-            tiles = [
-                {"HEADS": heads, "KEYS": keys, "num_warps": warps, "num_stages": stages}
-                for heads, keys, warps, stages in (
-                    (64, 32, 8, 2),
-                    (64, 32, 8, 3),
-                    (32, 32, 4, 2),
-                    (32, 64, 4, 2),
-                )
-            ]
-            others = [(tile, partial(attend, queries, recent, oldest, *arguments, tile)) for tile in tiles]
-            yield meter.row(labels, call, operations, 2.0 * queries.nbytes, error, 2e-2, others)
+            yield meter.row(labels, call, operations, 2.0 * queries.nbytes, error, 2e-2)
 
 
 def _first(indices: torch.Tensor | None) -> torch.Tensor | None:
-    return None if indices is None else indices[:, :CHECKED]
+    return None if indices is None else indices[:CHECKED]
 
 
 def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
@@ -313,7 +306,8 @@ def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: to
                 queries[:, :CHECKED], keys, weights[:, :CHECKED], counts[:, :CHECKED], c.index_topk
             ).mask(entries)
             result = call()
-            selected = TopkIndices(result.counts[:, :CHECKED], _first(result.indices)).mask(entries)
+            assert result.indices is not None
+            selected = TopkIndices(result.counts[:, :CHECKED], result.indices[:, :CHECKED]).mask(entries)
             missed = 1 - (selected & expected).sum().item() / expected.sum().item()
             operations = 2.0 * float(counts.sum()) * c.index_n_heads * c.index_head_dim
             labels = {"kind": "many", "kernel": "indexer", "tokens": count, "context": context}

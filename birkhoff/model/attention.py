@@ -149,8 +149,10 @@ class Attention(nn.Module):
             )
             compress_chunks(compressors, raw, batch, state)
             positions = batch.row_index.positions
+            most = max(chunk.stop for chunk in batch.chunks) // self.ratio
             selected = batch.cached(
-                ("finished", self.ratio), lambda: TopkIndices(((positions + 1) // self.ratio).to(torch.int32))
+                ("finished", self.ratio),
+                lambda: TopkIndices(((positions + 1) // self.ratio).to(torch.int32), most=most),
             )
         if self.indexer is not None:
             assert isinstance(selected, TopkIndices), "an indexer comes with a compressor"

@@ -220,3 +220,39 @@ def test_a_single_row_may_not_diverge():
         if not row["passed"]
     ]
     assert "logits" in failed and "post_attn" in failed and len(failed) > 5
+
+
+def test_attention_over_other_entries_may_differ_more_but_not_much():
+    """Stage by stage, where the indexer's scores select another entry at a near tie; its scores must agree."""
+
+    def failed_sites(score: float, *changes: Change) -> list[str]:
+        expected, actual = random_pass(), random_pass()
+        for seen in (expected, actual):
+            seen["index_scores", 1] = torch.zeros(ROWS, ROWS // 4)
+            seen["index_scores", 1][31, :8] = torch.tensor([5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 2.99, 0.0])
+        actual["index_scores", 1][31, 6] = score
+        for change in changes:
+            change(actual)
+        rows = compare(actual, expected, BIASES, TOLERANCE, {"phase": "decode"}, 3, by_stage=True)
+        return [row["site"] for row in rows if not row["passed"]]
+
+    assert failed_sites(3.01) == failed_sites(2.98) == []
+    assert failed_sites(4.5) == ["index_scores"]
+    slightly, widely = (scaled_site("attn_head_out", 1, 31, 1 + part * TOLERANCE) for part in (3, 5))
+    assert failed_sites(3.01, slightly) == []
+    assert failed_sites(2.98, slightly) == ["attn_head_out"]  # the same entries
+    assert failed_sites(3.01, widely) == ["attn_head_out"]
+    assert failed_sites(3.01, scaled_site("attn_head_out", 2, 31, 1 + 3 * TOLERANCE)) == ["attn_head_out"]
+
+
+def test_scores_of_the_indexer_are_recorded_where_it_selects():
+    config = variant(compress_ratios=(4,), num_hash_layers=0, num_nextn_predict_layers=0, index_topk=4)
+    model = random_on_device(config, torch.device("cpu"), dtype=torch.float32, released=True)
+    state = State.contiguous(config, 1, 40, device=torch.device("cpu"), dtype=torch.float32)
+    tokens = torch.randint(config.vocab_size, (40,), generator=torch.Generator().manual_seed(5))
+    batch = Batch.of([SequenceChunk(0, 0, tokens)], torch.device("cpu"))
+    scores = run_eager(model, batch, state, plain=True)["index_scores", 0]
+    seen = (scores != 0).sum(-1)
+    assert scores.shape == (40, 10)
+    assert torch.equal(seen > 4, torch.arange(40) >= 19)  # five blocks are finished, of which four are kept
+    assert all(seen[row] <= (row + 1) // 4 for row in range(40))

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from birkhoff.kernels.attend import hopper
 from birkhoff.kernels.attend import prefill as attend
 from birkhoff.kernels.compress import prefill as compress
 from birkhoff.kernels.experts import block_types
@@ -53,6 +55,18 @@ STEP = {
     "cos": F32,
     "sin": F32,
     "eps": "fp32",
+}
+ATTENTION = {
+    "queries": BF16,
+    "keys": BF16,
+    "offsets": I64,
+    "positions": I64,
+    "counts": I32,
+    "sink": F32,
+    "out": BF16,
+    "scale": "fp32",
+    "cos": F32,
+    "sin": F32,
 }
 PACKED = {"FP32": False, "BF16X2": True, "TOKENS": 128}
 COUNTS = {
@@ -94,34 +108,27 @@ KERNELS: dict[str, tuple] = {
     ),
     "attention": (
         attend._attend,
-        {
-            "queries": BF16,
-            "keys": BF16,
-            "bases": I64,
-            "ring": BF16,
-            "pages": BF16,
-            "table": I64,
-            "slots": I64,
-            "positions": I64,
-            "starts": I64,
-            "counts": I32,
-            "offsets": I64,
-            "sink": F32,
-            "out": BF16,
-            "scale": "fp32",
-            "cos": F32,
-            "sin": F32,
-        },
+        ATTENTION,
         {
             "PAIRS": 32,
             "ENTRIES": True,
-            "LISTED": True,
             "WIDTH": 512,
             "PADDED": 512,
-            "RING": 128,
-            "PER_PAGE": 32,
             "FP32": False,
             **attend.tile_config(64, False),
+        },
+    ),
+    "attention on Hopper": (
+        hopper._attend_hopper,
+        ATTENTION,
+        {
+            "PAIRS": 32,
+            "ENTRIES": True,
+            "HEADS": 64,
+            "WIDTH": 512,
+            "KEYS": 64,
+            "num_warps": 8,
+            "num_stages": 1,
         },
     ),
     "index score": (
@@ -266,7 +273,9 @@ def compiled(kernel, types: dict[str, str], settings: dict, target: GPUTarget = 
         if signature[name].startswith("*") or (signature[name] == "i32" and name not in COUNTS)
     }
     constants = {(names.index(name),): value for name, value in constants_by_name.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        fn=kernel, signature=signature, constexprs=constants, attrs=aligned
+    )
     return triton.compile(source, target=target, options=options)
 
 

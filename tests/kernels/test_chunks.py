@@ -54,6 +54,27 @@ def test_attention_of_several_chunks_matches_the_reference(entries, width):
     assert_close(attend.attend_paged(*arguments), plain_attend.attend_paged(*arguments))
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="compiled for one GPU, not interpreted")
+@pytest.mark.parametrize("entries", ["none", "first", "listed"])
+def test_attention_of_full_width_matches_the_reference(entries):
+    """More rows than the GPU runs programs, with one tile of keys and with several."""
+    rows = RowIndex.of([(2, 0, 300), (0, 140, 201), (3, 600, 601), (1, 77, 400)], DEVICE)
+    n, heads, width, window, topk = len(rows.slots), 64, 512, 128, 40
+    queries, keys = normal(1, n, heads, width).bfloat16(), normal(2, n, width).bfloat16()
+    ring, pages = normal(3, SLOTS, window, width).bfloat16(), normal(4, 24, 32, width).bfloat16()
+    table = torch.randperm(24, generator=torch.Generator().manual_seed(1)).view(SLOTS, 6).to(DEVICE)
+    finished = ((rows.positions + 1) // 4).to(torch.int32)
+    selected = None
+    if entries == "first":
+        selected = TopkIndices(finished, most=150)
+    elif entries == "listed":
+        few = [torch.randperm(max(int(count), topk))[:topk].sort().values for count in finished]
+        selected = TopkIndices(finished.clamp_max(topk), torch.stack(few).int().to(DEVICE))
+    turn = phases(rows.positions, frequencies(64, 1e4).to(DEVICE))
+    arguments = (queries, keys, ring, pages, table, rows, selected, normal(5, heads), window, 0.04, turn)
+    assert_close(attend.attend_paged(*arguments), plain_attend.attend_paged(*arguments), 0.02)
+
+
 @pytest.mark.parametrize("ratio", [4, 128])
 @pytest.mark.parametrize("strided", [False, True])
 def test_blocks_of_several_chunks_are_compressed_like_the_reference(ratio, strided):

@@ -37,6 +37,7 @@ ALWAYS = {
     "_write": 2,
     "_rms_norm": 1,  # of the query latent, with its codes
     "_norm_rotate": 2,  # queries, keys
+    "_list_keys": 1,
     "_attend": 1,
     "_store": 1,
     "_quantise": 1,  # input of the last projection
@@ -58,7 +59,6 @@ BY_RATIO = {
         "_hadamard_fp4": 1,
         "_score": 1,
         "_topk_entries": 1,
-        "_list_keys": 1,
     },
     128: {"_fp8_product": 5, "_packed_linear": 3, "_compress": 1},
 }

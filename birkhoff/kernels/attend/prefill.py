@@ -4,8 +4,9 @@ A program handles one query and many of its heads: all heads see the same keys, 
 all of them and used by the tensor cores as keys and as values. It iterates over the keys of the query: its window (keys
 before its chunk are in the ring of its slot), then its entries in their pages (the first ones, or the listed ones), and
 adds the sink at the end; nothing of size queries x keys is stored, and the chunks of any number of sequences are one
-launch. Where entries are listed, `_list_keys` first stores where every key is, so that a tile of keys is one load away
-instead of three. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
+launch. `_list_keys` first stores where every key is, so that a tile of keys is one load away instead of three. Scores
+and sums are float32; probabilities are rounded to the dtype of the keys. At the sizes of V4-Flash on Hopper the kernel
+of `hopper.py` is used.
 """
 
 from __future__ import annotations
@@ -21,52 +22,14 @@ from birkhoff.kernels.rope.prefill import rotate
 from birkhoff.kernels.rope.reference import Phases
 from birkhoff.kernels.row_index import RowIndex
 
-
-@triton.jit
-def _key_offsets(
-    i,
-    row,
-    position,
-    keys,
-    bases,
-    ring,
-    pages,
-    table,
-    table_stride,
-    slots,
-    starts,
-    counts,
-    indices,
-    topk,
-    window,
-    ENTRIES: tl.constexpr,
-    INDEXED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RING: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-):
-    """Where the keys numbered `i` of a query begin, in elements after `keys`: those of the window, of which the ones
-    before the chunk are in the ring, then its entries."""
-    BYTES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
-    slot = tl.load(slots + row)
-    near = tl.minimum(position + 1, window)
-    at = position + 1 - near + i
-    cached = (ring.to(tl.int64) - keys.to(tl.int64)) // BYTES + (slot * RING + at % RING) * WIDTH
-    offset = tl.where(at < tl.load(starts + row), cached, (tl.load(bases + row) + at) * WIDTH)
-    if ENTRIES:
-        far = i >= near
-        entry = tl.maximum(i - near, 0)
-        if INDEXED:
-            entry = tl.load(indices + row * topk + entry, mask=far, other=0)
-        page = tl.load(table + slot * table_stride + entry // PER_PAGE, mask=far, other=0).to(tl.int64)
-        in_pages = (page * PER_PAGE + entry % PER_PAGE) * WIDTH
-        offset = tl.where(far, (pages.to(tl.int64) - keys.to(tl.int64)) // BYTES + in_pages, offset)
-    return tl.multiple_of(offset, 8)
+LIST_TILE = 128  # offsets of keys that a program stores
+MAX_LISTED = 1 << 24  # offsets, eight bytes each
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit(
     do_not_specialize=["topk", "listed"],
-    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
+    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts", "offsets"],
 )
 def _list_keys(
     keys,
@@ -91,55 +54,40 @@ def _list_keys(
     PER_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Where the keys of a query begin, in elements after `keys`: those of the window, of which the ones before the
+    chunk are in the ring, then its entries. The rest of the list repeats the last one."""
+    BYTES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    last = tl.minimum(position, window - 1)
+    near = tl.minimum(position + 1, window)
+    last = near - 1
     if ENTRIES:
         last += tl.load(counts + row)
-    places = _key_offsets(
-        tl.minimum(i, last),
-        row,
-        position,
-        keys,
-        bases,
-        ring,
-        pages,
-        table,
-        table_stride,
-        slots,
-        starts,
-        counts,
-        indices,
-        topk,
-        window,
-        ENTRIES,
-        INDEXED,
-        WIDTH,
-        RING,
-        PER_PAGE,
-    )
-    tl.store(offsets + row * listed + i, places, mask=i < listed)
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.minimum(number, last)
+    at = position + 1 - near + i
+    cached = (ring.to(tl.int64) - keys.to(tl.int64)) // BYTES + (slot * RING + at % RING) * WIDTH
+    offset = tl.where(at < tl.load(starts + row), cached, (tl.load(bases + row) + at) * WIDTH)
+    if ENTRIES:
+        far = i >= near
+        entry = tl.maximum(i - near, 0)
+        if INDEXED:
+            entry = tl.load(indices + row * topk + entry, mask=far, other=0)
+        page = tl.load(table + slot * table_stride + entry // PER_PAGE, mask=far, other=0).to(tl.int64)
+        in_pages = (page * PER_PAGE + entry % PER_PAGE) * WIDTH
+        offset = tl.where(far, (pages.to(tl.int64) - keys.to(tl.int64)) // BYTES + in_pages, offset)
+    tl.store(offsets + row * listed + number, offset, mask=number < listed)
 
 
-@triton.jit(
-    do_not_specialize=["topk"],
-    do_not_specialize_on_alignment=["bases", "slots", "positions", "starts", "counts"],
-)
+@triton.jit(do_not_specialize=["listed"], do_not_specialize_on_alignment=["positions", "counts"])
 def _attend(
     queries,
     keys,
-    bases,
-    ring,
-    pages,
-    table,
-    table_stride,
-    slots,
-    positions,
-    starts,
-    counts,
     offsets,
     listed,
+    positions,
+    counts,
     sink,
     out,
     window,
@@ -149,12 +97,9 @@ def _attend(
     sin,
     PAIRS: tl.constexpr,
     ENTRIES: tl.constexpr,
-    LISTED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    RING: tl.constexpr,
-    PER_PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     FP32: tl.constexpr,
 ):
@@ -164,8 +109,7 @@ def _attend(
     at_out = (row * heads + h)[:, None] * WIDTH + d[None, :]
     in_range = (h < heads)[:, None] & (d < WIDTH)[None, :]
     q = tl.load(queries + at_out, mask=in_range, other=0.0)
-    position = tl.load(positions + row).to(tl.int32)
-    total = tl.minimum(position + 1, window)
+    total = tl.minimum(tl.load(positions + row).to(tl.int32) + 1, window)
     if ENTRIES:
         total += tl.load(counts + row)
     row_max = tl.full([HEADS], -1e30, tl.float32)
@@ -173,31 +117,7 @@ def _attend(
     acc = tl.zeros([HEADS, PADDED], tl.float32)
     for start in range(0, total, KEYS):
         i = start + tl.arange(0, KEYS)
-        if LISTED:
-            offset = tl.multiple_of(tl.load(offsets + row * listed + i), 8)
-        else:
-            offset = _key_offsets(
-                tl.minimum(i, total - 1),
-                row,
-                position,
-                keys,
-                bases,
-                ring,
-                pages,
-                table,
-                table_stride,
-                slots,
-                starts,
-                counts,
-                offsets,
-                0,
-                window,
-                ENTRIES,
-                False,
-                WIDTH,
-                RING,
-                PER_PAGE,
-            )
+        offset = tl.multiple_of(tl.load(offsets + row * listed + i), 8)
         at_key = offset[:, None] + d[None, :]
         if WIDTH == PADDED:
             k = tl.load(keys + at_key)
@@ -242,7 +162,7 @@ def _attend(
         tl.store(at_rotated, rotated.to(out.dtype.element_ty), mask=(h < heads)[:, None])
 
 
-def tile_config(heads: int, fp32: bool, hopper: bool = True, listed: bool = True) -> dict[str, int]:
+def tile_config(heads: int, fp32: bool, hopper: bool = True) -> dict[str, int]:
     """Heads per program, keys per tile, warps and stages."""
     if fp32:
         return {"HEADS": min(16, power_of_two(heads, 16)), "KEYS": 16, "num_warps": 4, "num_stages": 1}
@@ -253,7 +173,7 @@ def tile_config(heads: int, fp32: bool, hopper: bool = True, listed: bool = True
         "HEADS": head_tile,
         "KEYS": 64 if head_tile == 64 else 32,
         "num_warps": 8 if head_tile == 64 else 4,
-        "num_stages": 3 if listed else 2,  # offsets are read a tile before their keys
+        "num_stages": 3,  # offsets are read a tile before their keys
     }
 
 
@@ -266,7 +186,6 @@ def attend(
     sink: torch.Tensor,
     window: int,
     scale: float,
-    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
     if isinstance(selected, torch.Tensor):
         return reference.attend(queries, recent, oldest, entries, selected, sink, window, scale)
@@ -295,7 +214,6 @@ def attend(
         window,
         scale,
         None,
-        config,
     )
     return out.view_as(queries)
 
@@ -316,9 +234,7 @@ def attend_paged(
     ids = (rows.slots, rows.positions, rows.starts)
     pairs = phases.cos.shape[-1]
     fused = phases if pairs == power_of_two(pairs) else None
-    out = _launch(
-        queries, keys, rows.bases, ring, pages, table, *ids, selected, sink, window, scale, fused, None
-    )
+    out = _launch(queries, keys, rows.bases, ring, pages, table, *ids, selected, sink, window, scale, fused)
     return out if fused is not None else rotate(out, phases, inverse=True, own=True)
 
 
@@ -337,58 +253,78 @@ def _launch(
     window: int,
     scale: float,
     phases: Phases | None,
-    config: dict[str, int] | None,
 ) -> torch.Tensor:
-    """One program per row and tile of heads; `bases + position` is the row of a key in `keys`. With `phases` the result
-    is rotated back."""
+    """`bases + position` is the row of a key in `keys`. With `phases` the result is rotated back. Offsets of at most
+    `MAX_LISTED` keys are stored at a time."""
     n, heads, width = queries.shape
     queries, keys, ring = queries.contiguous(), keys.contiguous(), ring.contiguous()
     out = torch.empty_like(queries)
     fp32 = queries.dtype is torch.float32
-    far = keys if pages is None else pages.contiguous()
-    counts = indices = offsets = slots
-    listed = 0
-    if selected is not None:
-        counts = selected.counts.flatten()
+    pairs = 0 if phases is None else phases.cos.shape[-1]
+    config = tile_config(heads, fp32, is_hopper(queries.device))
+    counts = indices = slots.unsqueeze(-1)
+    longest, per_page = window, 1
+    entries = pages is not None and selected is not None
+    if pages is not None and selected is not None:
+        per_page = pages.shape[1]
+        counts, most = selected.counts.flatten(), table.shape[1] * per_page
         if selected.indices is not None:
             indices = selected.indices.view(n, -1)
-            listed = window + indices.shape[1] + 128 - (window + indices.shape[1]) % 128  # whole tiles
-    config = config or tile_config(heads, fp32, is_hopper(queries.device), listed > 0)
-    places = (keys, bases, ring, far, table, table.stride(0), slots, positions, starts, counts)
-    per_page = 1 if pages is None else pages.shape[1]
-    settings = {"WIDTH": width, "RING": ring.shape[1], "PER_PAGE": per_page}
-    if listed:
-        offsets = torch.empty(n, listed, dtype=torch.int64, device=keys.device)
-        _list_keys[(n, listed // 128)](
-            *places,
-            indices,
+            most = indices.shape[1]
+        longest += most if selected.most is None else min(most, selected.most)
+    listed = (longest // LIST_TILE + 1) * LIST_TILE
+    size = min(max(MAX_LISTED // listed, 1), n)
+    offsets = torch.empty(size, listed, dtype=torch.int64, device=keys.device)
+    cos, sin = (sink, sink) if phases is None else (phases.cos.contiguous(), phases.sin.contiguous())
+    for start in range(0, n, size):
+        rows = slice(start, min(start + size, n))
+        count = rows.stop - rows.start
+        _list_keys[(count, listed // LIST_TILE)](
+            keys,
+            bases[rows],
+            ring,
+            keys if pages is None else pages.contiguous(),
+            table,
+            table.stride(0),
+            slots[rows],
+            positions[rows],
+            starts[rows],
+            counts[rows],
+            indices[rows],
             indices.shape[1],
             window,
             offsets,
             listed,
-            BLOCK=128,
-            ENTRIES=True,
-            INDEXED=True,
-            **settings,
+            ENTRIES=entries,
+            INDEXED=selected is not None and selected.indices is not None,
+            WIDTH=width,
+            RING=ring.shape[1],
+            PER_PAGE=per_page,
+            BLOCK=LIST_TILE,
         )
-    _attend[(-(-heads // config["HEADS"]), n)](
-        queries,
-        *places,
-        offsets,
-        listed,
-        sink,
-        out,
-        window,
-        heads,
-        scale * 1.4426950408889634,
-        sink if phases is None else phases.cos.contiguous(),
-        sink if phases is None else phases.sin.contiguous(),
-        PAIRS=0 if phases is None else phases.cos.shape[-1],
-        ENTRIES=pages is not None and selected is not None,
-        LISTED=listed > 0,
-        PADDED=power_of_two(width, 16),
-        FP32=fp32,
-        **settings,
-        **config,
-    )
+        parts = (queries[rows], keys, offsets, listed, positions[rows], counts[rows], sink, out[rows], window)
+        angles = (cos, sin) if phases is None else (cos[rows], sin[rows])
+        if _has_own_kernel(queries, pairs):
+            from birkhoff.kernels.attend.hopper import attend_rows
+
+            attend_rows(*parts, scale * LOG2_E, *angles, entries)
+            continue
+        _attend[(-(-heads // config["HEADS"]), count)](
+            *parts,
+            heads,
+            scale * LOG2_E,
+            *angles,
+            PAIRS=pairs,
+            ENTRIES=entries,
+            WIDTH=width,
+            PADDED=power_of_two(width, 16),
+            FP32=fp32,
+            **config,
+        )
     return out
+
+
+def _has_own_kernel(queries: torch.Tensor, pairs: int) -> bool:
+    """Whether these are the sizes and the GPU of `hopper.py`."""
+    sizes = (*queries.shape[1:], pairs) == (64, 512, 32) and queries.dtype is torch.bfloat16
+    return sizes and queries.is_cuda and is_hopper(queries.device)

@@ -13,10 +13,12 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class TopkIndices:
-    """`counts` [B, T] int32; `indices` [B, T, K] int32, of which the first `counts` are valid, or None."""
+    """`counts` [B, T] int32; `indices` [B, T, K] int32, of which the first `counts` are valid, or None; `most`: an
+    upper bound of the counts, where the host knows one."""
 
     counts: torch.Tensor
     indices: torch.Tensor | None = None
+    most: int | None = None
 
     def mask(self, entries: int) -> torch.Tensor:
         """The selection as a mask [B, T, entries]."""

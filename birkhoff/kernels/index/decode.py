@@ -121,6 +121,17 @@ def _sortable_bits(score):
 
 
 @triton.jit
+def _middle(low, high, turn):
+    """A key after `low` and at most `high`: halfway between their scores at first, which separates few of them soon,
+    later halfway between their bits, which comes to an end."""
+    low_bits = tl.where(low < 0, low ^ 0x7FFFFFFF, low)
+    high_bits = tl.where(high < 0, high ^ 0x7FFFFFFF, high)
+    score = 0.5 * low_bits.to(tl.float32, bitcast=True) + 0.5 * high_bits.to(tl.float32, bitcast=True)
+    key = _sortable_bits(score)
+    return tl.where((turn < 24) & (key > low) & (key <= high), key, (low | high) - ((low ^ high) >> 1))
+
+
+@triton.jit
 def _keys(scores, first, count, BLOCK: tl.constexpr):
     """Entries first.. and their sortable bits; the lowest value after the last entry."""
     e = first + tl.arange(0, BLOCK)
@@ -160,36 +171,47 @@ def _topk_entries(
         e = tl.arange(0, TOPK)
         tl.store(out + e, e, mask=e < count)
     else:
-        # Radix select from the highest bit: the largest value that at least `topk` entries reach.
-        threshold = tl.full([], -2147483648, tl.int32)
+        # Bisection: a value that exactly `topk` entries reach, or the largest that more reach because some are equal.
         if TILE > 0:  # all scores fit one tile
-            _, row_keys = _keys(scores, 0, count, TILE)
-            threshold = tl.where(tl.sum((row_keys >= 0).to(tl.int32), axis=0) >= topk, 0, threshold)
-            for bit in range(31):
-                candidate = threshold + (1 << (30 - bit))
-                threshold = tl.where(
-                    tl.sum((row_keys >= candidate).to(tl.int32), axis=0) >= topk, candidate, threshold
-                )
-            above = tl.sum((row_keys > threshold).to(tl.int32), axis=0)
+            numbers, row_keys = _keys(scores, 0, count, TILE)
+            low = tl.min(tl.where(numbers < count, row_keys, 2147483647), axis=0)
+            high = tl.max(row_keys, axis=0)
         else:
-            threshold = tl.where(_count_at_least(scores, 0, count, BLOCK) >= topk, 0, threshold)
-            for bit in range(31):
-                candidate = threshold + (1 << (30 - bit))
-                threshold = tl.where(
-                    _count_at_least(scores, candidate, count, BLOCK) >= topk, candidate, threshold
-                )
-            above = _count_at_least(scores, threshold + 1, count, BLOCK)
+            low = tl.full([], 2147483647, tl.int32)
+            high = tl.full([], -2147483648, tl.int32)
+            for first in range(0, count, BLOCK):
+                part, part_keys = _keys(scores, first, count, BLOCK)
+                low = tl.minimum(low, tl.min(tl.where(part < count, part_keys, 2147483647), axis=0))
+                high = tl.maximum(high, tl.max(part_keys, axis=0))
+        reached = count
+        turn = tl.full([], 0, tl.int32)
+        while (low < high) & (reached != topk):
+            middle = _middle(low, high, turn)
+            if TILE > 0:
+                enough = tl.sum((row_keys >= middle).to(tl.int32), axis=0)
+            else:
+                enough = _count_at_least(scores, middle, count, BLOCK)
+            low = tl.where(enough >= topk, middle, low)
+            high = tl.where(enough >= topk, high, middle - 1)
+            reached = tl.where(enough >= topk, enough, reached)
+            turn += 1
+        if TILE > 0:
+            above = tl.sum((row_keys > low).to(tl.int32), axis=0)
+        else:
+            above = _count_at_least(scores, low + 1, count, BLOCK)
         ties_kept = topk - above  # entries equal to the threshold that are selected
         stored = tl.full([], 0, tl.int32)
         tied = tl.full([], 0, tl.int32)
         for first in range(0, count, BLOCK):
-            e, key = _keys(scores, first, count, BLOCK)
-            ties = (key == threshold).to(tl.int32)
-            rank = tied + tl.cumsum(ties, axis=0)
-            selected = ((key > threshold) | ((ties > 0) & (rank <= ties_kept))).to(tl.int32)
-            tl.store(out + stored + tl.cumsum(selected, axis=0) - 1, e, mask=selected > 0)
-            tied += tl.sum(ties, axis=0)
-            stored += tl.sum(selected, axis=0)
+            entry, key = _keys(scores, first, count, BLOCK)
+            kinds = (key > low).to(tl.int32) + ((key == low).to(tl.int32) << 16)  # counted by one scan
+            until = tl.cumsum(kinds, axis=0)
+            rank = tied + (until >> 16)
+            place = stored + (until & 0xFFFF) + tl.minimum(rank, ties_kept) - 1
+            tl.store(out + place, entry, mask=(key > low) | ((key == low) & (rank <= ties_kept)))
+            total = tl.sum(kinds, axis=0)
+            stored += total & 0xFFFF
+            tied += total >> 16
 
 
 def score(
@@ -255,9 +277,9 @@ def topk_entries(scores, positions, topk_indices, counted: bool = False) -> None
         topk_indices,
         max_entries,
         topk,
-        BLOCK=min(4096, tile),
+        BLOCK=min(8192 if tile == MAX_TILE else 4096, tile),
         TOPK=power_of_two(topk),
         TILE=tile if tile <= MAX_TILE else 0,
         COUNTED=counted,
-        num_warps=16 if 4096 < tile <= MAX_TILE else 8 if tile > 1024 else 4,
+        num_warps=8 if tile > 1024 else 4,
     )

@@ -1,8 +1,8 @@
 """Whether Triton kernels can run in this process.
 
 Triton is optional. The files that import it (`decode.py`, `prefill.py`, `training.py`, `fp8.py`, `device.py`,
-`routing.py`, `unpack.py`, `block_types.py`) must not be imported unless `available()`: with a CUDA device, or under
-Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same kernels slowly on a CPU.
+`routing.py`, `unpack.py`, `block_types.py`, `hopper.py`) must not be imported unless `available()`: with a CUDA device,
+or under Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same kernels slowly on a CPU.
 """
 
 from __future__ import annotations

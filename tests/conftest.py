@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 settings.register_profile("birkhoff", deadline=None, derandomize=True, max_examples=scaled(200, 30))
 settings.load_profile("birkhoff")
 
-gc.disable()  # a million objects are made during collection and none is garbage
+gc.disable()  # a million objects are made while tests are collected, and nearly all of them stay
 
 
 def pytest_collection_finish():

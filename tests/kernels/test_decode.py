@@ -211,15 +211,27 @@ def test_the_indexer_scores_and_selects(ties):
         assert chosen[row].tolist() == selected.tolist()
 
 
-def test_topk_over_more_scores_than_one_tile():
-    scores = normal(1, 1, 5000)
-    scores[0, 17] = scores[0, 4900] = 9.0
-    positions, chosen = (
-        torch.tensor([4 * 5000 - 1], device=DEVICE),
-        torch.full((1, 12), -1, dtype=torch.int32).to(DEVICE),
-    )
-    index.topk_entries(scores, positions, chosen)
-    assert chosen[0].tolist() == scores[0].topk(12).indices.sort().values.tolist()
+@pytest.mark.parametrize("one_tile", [True, False])
+def test_topk_of_any_scores_matches_the_reference(one_tile, monkeypatch):
+    """Equal, very small, very large, negative and infinite scores, in registers and in several tiles."""
+    if not one_tile:
+        monkeypatch.setattr(index, "MAX_TILE", 64)
+    entries, topk = 4300, 12
+    scores = normal(1, 8, entries)
+    scores[1] = 3.0
+    scores[2] = scores[2].round()
+    scores[3] *= 1e-30
+    scores[4] *= 1e30
+    scores[5] = -scores[5].abs()
+    scores[6, ::300], scores[6, 1::3] = torch.inf, -torch.inf
+    scores[7], scores[7, 5] = -torch.inf, 1.0
+    counts = torch.tensor([entries, entries, 4000, 4200, 13, 2000, 4299, 300], device=DEVICE).int()
+    chosen = torch.full((8, topk), -1, dtype=torch.int32, device=DEVICE)
+    index.topk_entries(scores, counts, chosen, counted=True)
+    visible = torch.arange(entries, device=DEVICE) < counts.unsqueeze(-1)
+    expected = reference_index.topk_mask(scores, visible, topk)
+    assert torch.equal(torch.zeros_like(visible).scatter_(1, chosen.long(), True), expected)
+    assert bool((chosen.diff(dim=1) > 0).all())
 
 
 def test_the_triton_set_uses_the_reference_for_other_stream_counts():

@@ -121,12 +121,18 @@ def _sortable_bits(score):
 
 
 @triton.jit
+def _score_of(key):
+    """The float of `_sortable_bits`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _middle(low, high, turn):
     """A key after `low` and at most `high`: halfway between their scores at first, which separates few of them soon,
     later halfway between their bits, which comes to an end."""
-    low_bits = tl.where(low < 0, low ^ 0x7FFFFFFF, low)
-    high_bits = tl.where(high < 0, high ^ 0x7FFFFFFF, high)
-    score = 0.5 * low_bits.to(tl.float32, bitcast=True) + 0.5 * high_bits.to(tl.float32, bitcast=True)
+    low_score = tl.maximum(_score_of(low), -3e38)  # forbidden and forced entries have infinite scores
+    high_score = tl.minimum(_score_of(high), 3e38)
+    score = 0.5 * low_score + 0.5 * high_score
     key = _sortable_bits(score)
     return tl.where((turn < 24) & (key > low) & (key <= high), key, (low | high) - ((low ^ high) >> 1))
 

@@ -80,7 +80,8 @@ $(VLLM)/.tests: requirements-vllm.txt pyproject.toml
 # Warnings of vLLM and of what it imports are not ours.
 VLLM_TESTS ?= tests/vllm
 test-vllm: $(VLLM)/.tests
-	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile -o filterwarnings=default $(VLLM_TESTS)
+	BIRKHOFF_VLLM=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o filterwarnings=default \
+	  $(VLLM_TESTS)
 
 # Ray is a package of 80 MB, and starting a cluster takes up to a minute on two busy cores: not part of `make test`. Its
 # environment holds what .venv lacks and finds the rest there, so that .venv stays as `make test` made it.

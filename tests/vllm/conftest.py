@@ -10,6 +10,8 @@ import pytest
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 REQUIRED = os.environ.get("BIRKHOFF_VLLM") == "1"
+# Started first, so that no process of two waits at the end for the other.
+LONGEST = ("with_ranks", "with_serve", "with_compile", "with_scheduling", "with_families", "with_v4")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,6 +26,9 @@ if HAS_VLLM:
 
 
 def pytest_collection_modifyitems(items):
+    if REQUIRED:
+        order = {f"test_{name}.py": index for index, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if item.get_closest_marker("vllm") is None or HAS_VLLM:
             continue

@@ -71,7 +71,8 @@ _LIMITS = """## Limits
 - Rotary frequencies that change with length (`dynamic`, `longrope`) limit the context to the length up to which
   they stay the same.
 - Refused by name: encoders and encoder-decoders, multimodal checkpoints, checkpoints that bring Python code (never
-  executed), quantised checkpoints, and families without a row. Weights must be safetensors."""
+  executed), quantised checkpoints, and families without a row. Weights must be safetensors and
+  complete: a checkpoint that lacks tensors, or stores weights as int8 or fp8 without saying so, is refused."""
 
 _ADDING = """## Add a family
 

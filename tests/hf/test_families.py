@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff import Add, Capture, Clamp, Patch, Project, Sae, SaeReconstruct, SaeSet
+from birkhoff import Add, Call, Capture, Clamp, Patch, Project, Sae, SaeReconstruct, SaeSet, Scale
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import SiteError, UnsupportedModel
 from birkhoff.hooks.site_names import resolve
 from birkhoff.steering.position_rows import PositionRows
 from tests.hf.models import LAYERS, VOCAB, D
+from tests.sizes import FULL
 
 COUNT = 5
+LAYOUTS = ("llama", "gemma2", "olmo2", "gpt2", "gpt_neox")  # one family of each order of norms and sublayers
 # Relative to the largest number of the tensor; the cache, the batch and a GPU's kernels change the order of sums.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 LOGIT_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}  # of logits of size 10, not relative
@@ -258,6 +260,72 @@ def test_an_edit_gives_the_same_alone(steered, close):
         assert output.token_ids == reference.generate(prompt, COUNT, edit)[0], name
         by_hand = None if edit is None else partial(_as_prompt, edit, len(prompt))
         close(engine.logits(prompt, steer=steer), reference.forward(prompt, by_hand)[0], name)
+
+
+def edits_at(hook, layer, sae, width):
+    """Every kind of edit at a site, and what each does to the rows there."""
+    g = torch.Generator().manual_seed(11)
+    v = torch.randn(width, generator=g)
+    where = [0, 4]
+
+    def some(x, change):
+        new = x.clone()
+        new[where] = change(x[where])
+        return new
+
+    def clamped(x):
+        features = sae.encode(x)
+        changed = features.clone()
+        changed[:, 3] = 2.0
+        return features, changed
+
+    def delta(x):
+        features, changed = clamped(x)
+        return x + (changed - features) @ sae.decoder
+
+    along = v / v.norm()
+    return {
+        "add": (Add(v, hook, [layer], scale=2.0), lambda x: x + 2 * v),
+        "add where": (Add(v, hook, [layer], where=where), lambda x: some(x, lambda rows: rows + v)),
+        "project": (Project(v, hook, [layer]), lambda x: x - (x @ along)[:, None] * along),
+        "clamp": (
+            Clamp(v, hook, [layer], min=0.5, max=0.6),
+            lambda x: x + ((x @ along).clamp(0.5, 0.6) - x @ along)[:, None] * along,
+        ),
+        "scale": (Scale(0.5, hook, [layer]), lambda x: 0.5 * x),
+        "patch": (Patch(v, hook, [layer], where=where), lambda x: some(x, lambda rows: v.expand_as(rows))),
+        "call": (Call(lambda rows, site: rows.tanh(), hook, [layer]), torch.tanh),
+        "feature": (SaeSet("clamps", {3: 2.0}), delta),
+        "full": (SaeReconstruct("splices", {3: 2.0}, error="drop"), lambda x: sae.decode(clamped(x)[1])),
+    }
+
+
+def test_every_edit_at_every_editable_site(pair, close):
+    """The table of docs/models.md, cell by cell: every edit equals the same edit by hand on Transformers."""
+    engine, reference = pair
+    if engine.model.family.model_type not in LAYOUTS and not FULL:
+        return
+    prompt = PROMPTS[1]
+    for hook, entry in engine.schema.items():
+        if not entry.steerable:
+            assert hook in ("moe_router_logits", "moe_topk")
+            continue
+        width, layer = entry.logical_shape[0], LAYERS - 1 if entry.once else 1
+        g = torch.Generator().manual_seed(12)
+        weights = (
+            torch.randn(24, width, generator=g),
+            torch.zeros(24),
+            torch.randn(24, width, generator=g) / 8,
+        )
+        sae = Sae(*weights, torch.zeros(width), hook=hook, layer=layer)
+        with engine.attach("clamps", sae), engine.attach("splices", sae, kind="full"):
+            for name, (edit, by_hand) in edits_at(hook, layer, sae, width).items():
+
+                def change(at, index, x, by_hand=by_hand, hook=hook, layer=layer):
+                    return by_hand(x) if (at, index) == (hook, layer) else None
+
+                wanted, _ = reference.forward(prompt, change)
+                close(engine.logits(prompt, steer=[edit]), wanted, (hook, name))
 
 
 def test_captures_after_edits_and_files(steered, close):

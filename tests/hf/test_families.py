@@ -310,7 +310,7 @@ def test_every_edit_at_every_editable_site(pair, close):
         if not entry.steerable:
             assert hook in ("moe_router_logits", "moe_topk")
             continue
-        width, layer = entry.logical_shape[0], LAYERS - 1 if entry.once else 1
+        width, layer = entry.logical_shape[0], LAYERS - 1 if entry.once else 2
         g = torch.Generator().manual_seed(12)
         weights = (
             torch.randn(24, width, generator=g),

@@ -34,7 +34,7 @@ template <typename T, typename V> void atomicMax(T* p, V v) {
 }
 
 // Barriers of named groups of threads, and those of stages, by address.
-static std::unique_ptr<std::barrier<>> multiplying, copying, groups[2];
+static std::unique_ptr<std::barrier<>> multiplying, copiers, groups[2];
 struct StageBarrier { int arrivals = 0, pending = 0; unsigned phase = 0; };
 static StageBarrier stage_barriers[64];
 static std::condition_variable changed;
@@ -54,7 +54,7 @@ inline void barrier_wait(unsigned address, unsigned parity) {
     changed.wait(held, [&] { return (stage_barrier(address).phase & 1) != parity; });
 }
 inline void sync_multiplying() { multiplying->arrive_and_wait(); }
-inline void sync_copying() { copying->arrive_and_wait(); }
+inline void sync_copying() { copiers->arrive_and_wait(); }
 inline void sync_group(int group) { groups[group]->arrive_and_wait(); }
 inline void fewer_registers() {}
 inline void more_registers() {}
@@ -115,7 +115,7 @@ void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
 // One block of a grid of persistent blocks.
 template <typename KERNEL> void run_roles(int threads, Place block, int grid, const KERNEL& kernel) {
     multiplying = std::make_unique<std::barrier<>>(256);
-    copying = std::make_unique<std::barrier<>>(threads - 256);
+    copiers = std::make_unique<std::barrier<>>(threads - 256);
     for (auto& each : groups) each = std::make_unique<std::barrier<>>(128);
     const int chosen[1][2] = {{block.x, block.y}};
     run_blocks({grid, 1}, chosen, 1, threads, kernel);

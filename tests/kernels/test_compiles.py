@@ -118,7 +118,7 @@ def test_cuda_sources_compile_for_hopper_and_blackwell(tmp_path):
 
 
 def test_every_decoder_of_experts_compiles_and_fits_the_registers_of_its_thread_blocks(tmp_path):
-    names = list(BLOCK_DECODERS) if FULL else ["Q2_K_ONE"]
+    names = list(BLOCK_DECODERS) if FULL else ["Q2_K_DIGITS"]
     for name in names:
         for warps, stages in ((4, 1), (8, 2)) if FULL else ((8, 2),):
             variant = BlockVariant(name, warps, stages)

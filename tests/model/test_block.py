@@ -37,6 +37,9 @@ def calls_tap(node: ast.AST, method: str | None) -> bool:
     return isinstance(called, ast.Attribute) and called.attr == method and ast.unparse(called.value) == "tap"
 
 
+NO_TAP = ("tap.ragged", "tap.streams_only")  # what a layer without taps does not ask
+
+
 class StrikeOut(ast.NodeTransformer):
     def visit_Expr(self, node):
         return None if calls_tap(node.value, "see") else self.generic_visit(node)
@@ -52,7 +55,7 @@ class StrikeOut(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node):
-        return ast.Constant(False) if ast.unparse(node) == "tap.ragged" else self.generic_visit(node)
+        return ast.Constant(False) if ast.unparse(node) in NO_TAP else self.generic_visit(node)
 
 
 def without_taps(module: nn.Module) -> tuple[nn.Module, int]:

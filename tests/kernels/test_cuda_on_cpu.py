@@ -207,10 +207,11 @@ def test_experts_equal_the_product_of_their_values(library, variant):
     shape = (shape[0] + shared_blocks, 1)
     inputs = (layer.z, y, table, inner, hidden, topk, shared_blocks, shared.codes, z_shared, rows)
     run(library[f"down_{variant.decoder}"], shape, blocks, *plan, *inputs)
+    allowed = 4e-6 if decoder.digits else 2e-6  # digits round small inputs beside large ones
     for expert, row in covered:
         for pair in pairs[expert]:
             product = fp4_order(layer.last[expert].dense()).double() @ layer.z[pair].double()
-            assert worst(y[pair // 2, pair % 2, row : row + 16], product[row : row + 16]) < 4e-6
+            assert worst(y[pair // 2, pair % 2, row : row + 16], product[row : row + 16]) < allowed
     if shared_blocks:
         assert worst(y[:, -1], z_shared.double() @ shared.dense().double().T) < 2e-6
     else:

@@ -345,7 +345,8 @@ def _read_later(deferred: DeferredLoad, names: Mapping[str, ExpertId]) -> Backgr
     name_of = {expert: name for name, expert in names.items()}
     print(f"birkhoff: {len(deferred)} experts in host memory are read in the background", file=sys.stderr)
     threads = min(MAX_READERS, os.cpu_count() or 1)
-    return BackgroundReader(ReadGate(name_of), lambda expert: deferred.fill(name_of[expert]), threads)
+    gate = ReadGate(name_of, ahead=max(1, threads // 8))
+    return BackgroundReader(gate, lambda expert: deferred.fill(name_of[expert]), threads)
 
 
 def _announce_compilation() -> None:

@@ -61,7 +61,12 @@ def train(
     ] = "batchtopk",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
     batch_rows: Annotated[int, typer.Option(help="Rows per training step.")] = 2048,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate. [default: 2e-3, less from 4,096 features or rows of 1,024 numbers on]"
+        ),
+    ] = None,
     decay: Annotated[
         float, typer.Option(help="Final share of the steps over which the learning rate decays to 0.")
     ] = 0.3,

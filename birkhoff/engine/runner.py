@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, overload
 
@@ -84,7 +85,8 @@ class Runner:
         self.boundary_snapshots.clear()
         try:
             self._request_snapshots(chunks)
-            return self._run(chunks)
+            with nullcontext() if self.read_gate is None else self.read_gate.step():
+                return self._run(chunks)
         finally:
             self.state.watched.clear()
 

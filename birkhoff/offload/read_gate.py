@@ -2,25 +2,34 @@
 
 An engine whose cold experts are read in the background computes with those that are there; whoever needs one that is
 not waits for that one (`ReadGate.wait`), and it is read next. Nothing that moves or replays experts without asking may
-run before all are there (`ReadGate.complete`)."""
+run before all are there (`ReadGate.complete`).
+
+While a step runs (`ReadGate.step`), all but a few threads read only experts that it waits for: otherwise each of them
+would share the disk with as many others as there are threads."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from birkhoff.offload.expert_layout import ExpertId
 
 
 class ReadGate:
-    """`experts` are still to be read, in this order unless somebody waits."""
+    """`experts` are still to be read, in this order unless somebody waits. While a step runs, at most `ahead` experts
+    that nobody waits for are being read."""
 
-    def __init__(self, experts: Iterable[ExpertId]):
+    def __init__(self, experts: Iterable[ExpertId], ahead: int = 1):
         self._unread = dict.fromkeys(experts)  # in order; includes those being read
+        self._total = len(self._unread)
         self._queue = deque(self._unread)
         self._wanted: deque[ExpertId] = deque()
         self._taken: set[ExpertId] = set()
+        self._ahead = ahead
+        self._being_read_ahead: set[ExpertId] = set()
+        self._steps = 0  # running
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._closed = False
@@ -52,21 +61,49 @@ class ReadGate:
                     raise self._error
                 self._changed.wait()
 
-    def take(self) -> ExpertId | None:
-        """The expert to read next, for a reading thread; None if there is none left."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step that may wait for experts runs."""
         with self._changed:
-            for queue in (self._wanted, self._queue):
-                while queue and not self._closed:
-                    expert = queue.popleft()
-                    if expert not in self._taken:
-                        self._taken.add(expert)
-                        return expert
+            self._steps += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._steps -= 1
+                self._changed.notify_all()
+
+    def take(self) -> ExpertId | None:
+        """The expert to read next, for a reading thread, which may have to wait for one; None if there is none left."""
+        with self._changed:
+            while not self._closed:
+                if (expert := self._next_of(self._wanted)) is not None:
+                    return expert
+                if len(self._taken) == self._total:
+                    return None
+                if self._steps == 0 or len(self._being_read_ahead) < self._ahead:
+                    expert = self._next_of(self._queue)
+                    assert expert is not None, "the queue has every expert that was not taken"
+                    self._being_read_ahead.add(expert)
+                    return expert
+                self._changed.wait()
             return None
+
+    def _next_of(self, queue: deque[ExpertId]) -> ExpertId | None:
+        while queue:
+            expert = queue.popleft()
+            if expert not in self._taken:
+                self._taken.add(expert)
+                if len(self._taken) == self._total:
+                    self._changed.notify_all()  # threads that wait have nothing left to take
+                return expert
+        return None
 
     def done(self, expert: ExpertId) -> None:
         """An expert that was taken is complete."""
         with self._changed:
             del self._unread[expert]
+            self._being_read_ahead.discard(expert)
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
@@ -79,6 +116,7 @@ class ReadGate:
         """Take no more experts."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
 
 
 class BackgroundReader:

@@ -45,7 +45,7 @@ class TrainOptions:
     k: int = 32  # features per row; on average for all kinds but topk
     kind: str = "batchtopk"
     steps: int = 1000
-    rate: float = 1e-3
+    rate: float | None = None  # peak learning rate; None: `default_rate`
     warmup: float = 0.05  # share of the steps over which the rate rises
     decay: float = 0.3  # share of the steps over which it falls
     aux_weight: float = 1 / 32
@@ -63,9 +63,9 @@ class TrainOptions:
             raise OptionError(f"kind is {quoted(self.kind)}, expected one of {', '.join(KINDS)}.")
         if self.k > self.features:
             raise OptionError(f"k is {self.k}, but there are only {self.features} features. Lower k.")
-        for name, most in (("rate", math.inf), ("warmup", 1.0), ("decay", 1.0), ("aux_weight", math.inf)):
+        for name, most in (("warmup", 1.0), ("decay", 1.0), ("aux_weight", math.inf)):
             check_float(name, getattr(self, name), 0.0, most)
-        if not math.isfinite(self.rate) or self.rate == 0:
+        if self.rate is not None and not 0 < check_float("rate", self.rate, 0.0, math.inf) < math.inf:
             raise OptionError(f"rate is {self.rate}, expected a positive number.")
         check_int("seed", self.seed, None)
         if self.products not in PRODUCTS:
@@ -95,10 +95,19 @@ class TrainOptions:
     def sparsity_weight(self) -> float:
         return 1.0 if self.sparsity is None else self.sparsity
 
-    def rate_at(self, step: int) -> float:
+    def rate_at(self, step: int, width: int) -> float:
+        """Learning rate of a step for rows of `width` numbers."""
+        peak = default_rate(self.features, width) if self.rate is None else self.rate
         rising = min(1.0, (step + 1) / max(1.0, self.warmup * self.steps))
         falling = min(1.0, (self.steps - step) / max(1.0, self.decay * self.steps))
-        return self.rate * rising * falling
+        return peak * rising * falling
+
+
+def default_rate(features: int, width: int) -> float:
+    """Peak learning rate for a dictionary of this size. Adam moves every number of a unit row by the rate, so a row
+    turns by the rate times the square root of its width; and more features share a row. 2e-3 up to 4,096 features of
+    1,024 numbers, 1.25e-4 for 65,536 of 16,384."""
+    return 2e-3 * math.sqrt(1024 / max(width, 1024) * 4096 / max(features, 4096))
 
 
 @dataclass(frozen=True)
@@ -376,7 +385,8 @@ class Trainer:
         dead = extra.get("features")
         if dead is not None:
             along[dead] += (extra["decoder"] * self.weights["decoder"][dead]).sum(1)
-        step = AdamStep(self.options.rate_at(self.done), self.done + 1)
+        width = max(len(self.input.centre), len(self.output.centre))
+        step = AdamStep(self.options.rate_at(self.done, width), self.done + 1)
         gradients = {name: by_feature(part[name] for part in batch.gradients) for name in batch.gradients[0]}
         plain = {"decoder_bias": torch.as_tensor(batch.bias)}
         for name in ("encoder_bias", *self.architecture.parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -25,6 +26,36 @@ def test_experts_are_taken_in_order_and_wanted_ones_first():
     gate.done((2, 1))
     waiting.join(60)
     assert not waiting.is_alive() and not gate.complete and gate.num_unread == 10
+
+
+def test_a_step_leaves_one_thread_to_experts_that_nobody_waits_for():
+    gate = ReadGate(EXPERTS)
+    taken: queue.Queue = queue.Queue()
+    proceed = {expert: threading.Event() for expert in EXPERTS}
+
+    def read(expert):
+        taken.put(expert)
+        assert proceed[expert].wait(60)
+
+    with gate.step():
+        reader = BackgroundReader(gate, read, 3)
+        assert taken.get(timeout=60) == (0, 0)
+        waiting = threading.Thread(target=gate.wait, args=([(2, 1), (2, 2)],))
+        waiting.start()  # the other two threads take what it wants, and then nothing
+        assert {taken.get(timeout=60), taken.get(timeout=60)} == {(2, 1), (2, 2)}
+        for expert in ((2, 1), (2, 2)):
+            proceed[expert].set()
+        waiting.join(60)
+        assert not waiting.is_alive() and taken.empty()
+        proceed[0, 0].set()
+        assert taken.get(timeout=60) == (0, 1)
+    assert {taken.get(timeout=60), taken.get(timeout=60)} == {(0, 2), (0, 3)}, (
+        "without a step all threads read ahead"
+    )
+    for event in proceed.values():
+        event.set()
+    gate.wait(EXPERTS)
+    reader.close()
 
 
 def test_nobody_waits_for_what_was_read():

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from birkhoff.errors import OptionError, SaeError
 from birkhoff.sae.evaluate import Measure, quality
-from birkhoff.sae.train import KINDS, Trainer, TrainOptions
+from birkhoff.sae.train import KINDS, Trainer, TrainOptions, default_rate
 from tests.sizes import scaled
 
 WIDTH = 32
@@ -104,7 +104,7 @@ def reference_step(trainer: Trainer, rows: torch.Tensor) -> dict[str, torch.Tens
     with torch.no_grad():
         decoder = w["decoder"]
         decoder.grad -= (decoder.grad * decoder).sum(1, keepdim=True) * decoder
-    torch.optim.Adam(w.values(), lr=trainer.options.rate_at(0)).step()
+    torch.optim.Adam(w.values(), lr=trainer.options.rate_at(0, rows.shape[1])).step()
     with torch.no_grad():
         decoder /= decoder.norm(dim=1, keepdim=True)
     return {name: tensor.detach() for name, tensor in w.items()}
@@ -340,3 +340,22 @@ def test_quality_equals_its_definition(directions):
     assert result.l0 == pytest.approx((features != 0).float().sum(1).mean().item())
     assert result.dead_share == pytest.approx((features == 0).all(0).float().mean().item())
     assert torch.allclose(measure.density, (features != 0).float().mean(0)) and result.rows == 300
+
+
+def test_the_default_rate_falls_with_width_and_features():
+    assert default_rate(256, 512) == default_rate(4096, 1024) == 2e-3
+    assert default_rate(65_536, 16_384) == pytest.approx(1.25e-4)
+
+
+def test_wide_rows_do_not_diverge_at_the_default_rate():
+    """With 2e-3, which suits narrow rows, a step explains less and less of them."""
+    generator = torch.Generator().manual_seed(0)
+    atoms = torch.nn.functional.normalize(torch.randn(256, 16_384, generator=generator), dim=1)
+
+    def explained(rate: float | None) -> float:
+        draw = torch.Generator().manual_seed(1)
+        batches = [torch.randn(64, 256, generator=draw).relu() ** 3 @ atoms for _ in range(12)]
+        trainer = Trainer(TrainOptions(512, k=8, kind="topk", steps=12, rate=rate), batches[0])
+        return [trainer.step(rows).explained for rows in batches][-1]
+
+    assert explained(2e-3) < 0.7 < explained(None)

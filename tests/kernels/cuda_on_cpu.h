@@ -24,8 +24,10 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct longlong2 { long long x, y; };
 struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Place { int x, y; };
 static Place gridDim;
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::max;
@@ -82,10 +84,17 @@ inline float store_f16(unsigned short* p, float v) {
 inline void store_as(unsigned short* p, float v) { store_f16(p, v); }
 inline void store_as(float* p, float v) { *p = v; }
 
-// mma.m16n8k16: row.col, float16 inputs. Each lane computes its own four results.
+inline float bf16_of(unsigned bits) {
+    const unsigned wide = bits << 16;
+    float f;
+    memcpy(&f, &wide, 4);
+    return f;
+}
+inline uint2 e4m3x4_to_f16x4(unsigned four);
+
+// mma.m16n8k16: row.col, float16 or bfloat16 inputs. Each lane computes its own four results.
 template <bool BF16>
 void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    static_assert(!BF16);
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     Fragments& all = fragments[threadIdx.x >> 5];
     const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
@@ -97,8 +106,9 @@ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsi
         double sum = c[i];
         for (int k = 0; k < 16; k++) {
             const int owner = (k & 7) >> 1, half = 16 * (k & 1), second = k >> 3;
-            sum += (double)f16_of(all.a[g * 4 + owner][upper + 2 * second] >> half) *
-                   (double)f16_of(all.b[column * 4 + owner][second] >> half);
+            const unsigned left = all.a[g * 4 + owner][upper + 2 * second] >> half & 0xffff;
+            const unsigned right = all.b[column * 4 + owner][second] >> half & 0xffff;
+            sum += BF16 ? (double)bf16_of(left) * bf16_of(right) : (double)f16_of(left) * (double)f16_of(right);
         }
         c[i] = (float)sum;
     }
@@ -144,6 +154,14 @@ inline float __shfl_xor_sync(unsigned, float v, int by) {
     __syncwarp();
     return v;
 }
+template <typename T> T __shfl_sync(unsigned, T v, int from) {
+    Fragments& all = fragments[threadIdx.x >> 5];
+    memcpy(&all.value[threadIdx.x & 31], &v, 4);
+    __syncwarp();
+    memcpy(&v, &all.value[from], 4);
+    __syncwarp();
+    return v;
+}
 inline float __uint_as_float(unsigned bits) {
     float f;
     memcpy(&f, &bits, 4);
@@ -155,10 +173,10 @@ inline _Float16 e4m3_to_f16(unsigned code) {  // the bits shifted into place are
 inline unsigned e4m3x2_to_f16x2(unsigned two) {
     return bits_of(e4m3_to_f16(two & 255)) | bits_of(e4m3_to_f16(two >> 8 & 255)) << 16;
 }
+inline uint2 e4m3x4_to_f16x4(unsigned four) { return {e4m3x2_to_f16x2(four), e4m3x2_to_f16x2(four >> 16)}; }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
 // Only other kernels use these, so they are declared and never called.
-float __shfl_sync(unsigned, float, int);
 unsigned __reduce_min_sync(unsigned, unsigned);
 unsigned __float_as_uint(float);
 uint2 load_once8(const void*);
@@ -191,6 +209,21 @@ inline void barrier_wait(unsigned long long* at, int parity) {
     copied.wait(held, [&] { return (copy_barriers[at].phase & 1) != parity; });
 }
 inline void copy_async16(unsigned char* into, const unsigned char* from) { memcpy(into, from, 16); }
+inline void copy16(unsigned char* into, const void* from) { memcpy(into, from, 16); }
+inline void copy_or_zero16(unsigned char* into, const void* from, bool valid) {
+    valid ? memcpy(into, from, 16) : memset(into, 0, 16);
+}
+static std::vector<std::vector<const unsigned char*>> matrix_rows(32, std::vector<const unsigned char*>(32));
+inline uint4 load_matrices(const unsigned char* row) {  // ldmatrix.x4: word q of row g of each
+    const int lane = threadIdx.x & 31;
+    auto& rows = matrix_rows[threadIdx.x >> 5];
+    rows[lane] = row;
+    __syncwarp();
+    unsigned words[4];
+    for (int i = 0; i < 4; i++) memcpy(words + i, rows[i * 8 + (lane >> 2)] + (lane & 3) * 4, 4);
+    __syncwarp();
+    return {words[0], words[1], words[2], words[3]};
+}
 inline void commit_copies() {}
 template <int PENDING> void wait_for_copies() { __syncwarp(); }
 inline void grid_dependency_wait() {}

@@ -290,11 +290,13 @@ class CudaBackend(BlockExperts):
                 variant = block_variant(w.expert_types[0].name, "gate_up", buffers.rows, host)
                 self.block_gate_up(w, buffers, limit, variant)
             return
-        warps = 2 if buffers.rows == 1 else 4
+        warps, suffix = 2 if buffers.rows == 1 else 4, _host_suffix(w)
+        if buffers.rows >= 16 and not suffix:
+            warps, suffix = 2, "_many"
         offset = w.scale_offsets[0]
         assert offset is not None
         self._experts.launch(
-            f"experts_gate_up_{warps}{_host_suffix(w)}",
+            f"experts_gate_up_{warps}{suffix}",
             (inner // 16, buffers.expert_slots.shape[0]),
             warps * 32,
             buffers.expert_slots,

@@ -58,30 +58,26 @@ __device__ __forceinline__ void multiply_half(float (&acc)[RT][1][4], const Half
         for (int r = 0; r < RT; r++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const u32 four = c ? half.s[r][h].y : half.s[r][h].x;
-                const u32 one = (((four >> (8 * q)) & 255u) + offset) << 10;  // a float16 power of two
-                factor[r][h] = one | one << 16;
+                const u32 two = __byte_perm(c ? half.s[r][h].y : half.s[r][h].x, 0, 0x4040 | q << 8 | q);
+                factor[r][h] = (two << 10) + 0x10001u * (offset << 10);  // two float16 powers of two
             }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const uint4 b = load_input16(x + kb * 512 + side * 256 + c * 128 + q * 32 + i * 8, valid);
 #pragma unroll
             for (int r = 0; r < RT; r++) {
-                u32 even[2], odd[2];
+                uint2 even[2], odd[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const u32 v = word(half.w[r][h][c], i);
-                    even[h] = ((v << 4) & 0x80808080u) | ((v << 2) & 0x1c1c1c1cu);
-                    odd[h] = (v & 0x80808080u) | ((v >> 2) & 0x1c1c1c1cu);
+                    even[h] = e4m3x4_to_f16x4(((v << 4) & 0x80808080u) | ((v << 2) & 0x1c1c1c1cu));
+                    odd[h] = e4m3x4_to_f16x4((v & 0x80808080u) | ((v >> 2) & 0x1c1c1c1cu));
                 }
-                mma<false>(acc[r][0], mul_f16x2(e4m3x2_to_f16x2(even[0]), factor[r][0]),
-                           mul_f16x2(e4m3x2_to_f16x2(even[1]), factor[r][1]),
-                           mul_f16x2(e4m3x2_to_f16x2(even[0] >> 16), factor[r][0]),
-                           mul_f16x2(e4m3x2_to_f16x2(even[1] >> 16), factor[r][1]), b.x, b.y);
-                mma<false>(acc[r][0], mul_f16x2(e4m3x2_to_f16x2(odd[0]), factor[r][0]),
-                           mul_f16x2(e4m3x2_to_f16x2(odd[1]), factor[r][1]),
-                           mul_f16x2(e4m3x2_to_f16x2(odd[0] >> 16), factor[r][0]),
-                           mul_f16x2(e4m3x2_to_f16x2(odd[1] >> 16), factor[r][1]), b.z, b.w);
+                const u32 low = factor[r][0], high = factor[r][1];
+                mma<false>(acc[r][0], mul_f16x2(even[0].x, low), mul_f16x2(even[1].x, high),
+                           mul_f16x2(even[0].y, low), mul_f16x2(even[1].y, high), b.x, b.y);
+                mma<false>(acc[r][0], mul_f16x2(odd[0].x, low), mul_f16x2(odd[1].x, high), mul_f16x2(odd[0].y, low),
+                           mul_f16x2(odd[1].y, high), b.z, b.w);
             }
         }
     }
@@ -284,11 +280,12 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
 // The last argument is the minimum of resident blocks per SM: all blocks of a single-token launch fit an H200 at once.
 GATE_UP(experts_gate_up_2, 2, false, true, 6)
 GATE_UP(experts_gate_up_4, 4, false, false, 4)
+GATE_UP(experts_gate_up_2_many, 2, false, false, 8)
 GATE_UP(experts_gate_up_2_host, 2, true, true, 6)
 GATE_UP(experts_gate_up_4_host, 4, true, false, 4)
 DOWN(experts_down_1_1, 1, 1, false, true, 0, 14)
 DOWN(experts_down_4_1, 4, 1, false, false, 0, 5)
-DOWN(experts_down_2_2, 2, 2, false, false, 0, 6)
+DOWN(experts_down_2_2, 2, 2, false, false, 0, 7)
 DOWN(experts_down_1_1_host, 1, 1, true, true, 0, 14)
 DOWN(experts_down_4_1_host, 4, 1, true, false, 0, 5)
 DOWN(experts_down_2_2_host, 2, 2, true, false, 0, 6)

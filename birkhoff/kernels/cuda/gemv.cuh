@@ -37,6 +37,15 @@ __device__ __forceinline__ u32 e4m3x2_to_f16x2(u32 two_e4m3) {
     return r;
 }
 
+// Four codes to two pairs. The halves of the register are operands as they are, which a shift by 16 would not be.
+__device__ __forceinline__ uint2 e4m3x4_to_f16x4(u32 four_e4m3) {
+    uint2 r;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(r.x), "=r"(r.y)
+        : "r"(four_e4m3));
+    return r;
+}
+
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 s) {
     u32 r;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(s));
@@ -116,11 +125,10 @@ __device__ __forceinline__ void gemm_fp8(float (&acc)[RT][NT][4], const u8* cons
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
                     const u32 low = word(w[u][r][c][0], i), high = word(w[u][r][c][1], i);
-                    const u32 a0 = e4m3x2_to_f16x2(low), a1 = e4m3x2_to_f16x2(high), a2 = e4m3x2_to_f16x2(low >> 16),
-                              a3 = e4m3x2_to_f16x2(high >> 16);
+                    const uint2 a = e4m3x4_to_f16x4(low), below = e4m3x4_to_f16x4(high);
 #pragma unroll
                     for (int t = 0; t < NT; t++)
-                        mma<false>(part[r][t], a0, a1, a2, a3, word(b[t][i >> 1], 2 * (i & 1)),
+                        mma<false>(part[r][t], a.x, below.x, a.y, below.y, word(b[t][i >> 1], 2 * (i & 1)),
                                    word(b[t][i >> 1], 2 * (i & 1) + 1));
                 }
             }

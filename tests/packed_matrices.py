@@ -11,7 +11,7 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.convert.gguf_bytes import TensorRow, encode_header
 from birkhoff.kernels import quant
-from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType
+from birkhoff.kernels.packed import Q8_ROWS, TYPES, PackedMatrix, PackedType, from_blocks
 from birkhoff.weights.gguf import read_header
 from birkhoff.weights.gguf_keys import MetadataEntry, metadata_of
 
@@ -41,6 +41,9 @@ def random_matrix(
         return PackedMatrix.fp8(*quant.quant_fp8(values))
     if kind.name == "FP4":
         return PackedMatrix.fp4(*quant.quant_fp4(values))
+    if kind == Q8_ROWS:
+        blocks = random_matrix(TYPES["Q8_0"], rows, columns, seed, spread).codes
+        return PackedMatrix(kind, columns, from_blocks(kind, blocks))
     shape = (rows, columns // kind.block, kind.block_bytes)
     blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     steps = 0.01 * (0.5 + torch.rand(shape[:2], generator=generator))

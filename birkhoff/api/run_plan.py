@@ -24,7 +24,7 @@ from birkhoff.engine.memory_plan import (
 from birkhoff.errors import CapacityError, OptionError
 from birkhoff.free_memory import free_host_bytes
 from birkhoff.kernels import gpu, jit
-from birkhoff.kernels.packed import TYPES, PackedType, native
+from birkhoff.kernels.packed import TYPES, PackedType, gpu_type, native
 from birkhoff.kernels.select import Choice, KernelSet, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
@@ -128,8 +128,9 @@ def _stored_types(checkpoint: Checkpoint) -> dict[str, PackedType]:
 def _gpu_types(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, PackedType]:
     """The type of every matrix that stays packed on a GPU, by name.
 
-    MXFP4 is loaded as FP4, the same codes and scales in another order. Without the embedding, which decode kernels read
-    in the model's dtype, and without float32 numbers that would be multiplied in fewer bits."""
+    MXFP4 is loaded as FP4 and projections of Q8_0 as Q8_ROWS, the same codes and scales in another order. Without the
+    embedding, which decode kernels read in the model's dtype, and without float32 numbers that would be multiplied in
+    fewer bits."""
     storage = {tensor.name: tensor.storage for tensor in model_tensors(checkpoint.config)}
     types = {}
     for name, kind in _stored_types(checkpoint).items():
@@ -138,7 +139,8 @@ def _gpu_types(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, PackedTy
         elif name != "embed.weight" and (
             kind.dtype is not torch.float32 or dtype is torch.float32 or storage.get(name) not in PROJECTIONS
         ):
-            types[name] = kind
+            expert = storage.get(name) == "expert"
+            types[name] = kind if expert else gpu_type(kind, checkpoint[name].value_shape[1])
     return types
 
 

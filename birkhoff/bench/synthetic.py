@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.kernels.packed import TYPES, PackedType, dequantise
+from birkhoff.kernels.packed import Q8_ROWS, TYPES, PackedType, dequantise, from_blocks, gpu_type, stored_type
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
@@ -128,7 +128,10 @@ def _types_by_name(model: Transformer, types: WeightTypes) -> dict[str, PackedTy
         if isinstance(destination.owner, Experts):
             named[destination.name] = types[destination.name.endswith("w2.weight")]
         elif isinstance(destination.owner, Linear):
-            named[destination.name] = types[2] if destination.owner.role == "fp8" else TYPES["BF16"]
+            projection = destination.owner.role == "fp8"
+            named[destination.name] = (
+                gpu_type(types[2], destination.owner.fan_in) if projection else TYPES["BF16"]
+            )
     return named
 
 
@@ -158,6 +161,8 @@ def random_codes(kind: PackedType, like: torch.Tensor, inner: int, device: torch
         shape = (*like.shape[:-1], like.shape[-1] // kind.dtype.itemsize)
         values = torch.empty(shape, dtype=kind.dtype, device=device).normal_(0, inner**-0.5)
         return values.view(torch.uint8)
+    if kind == Q8_ROWS:
+        return from_blocks(kind, random_codes(stored_type(kind), like, inner, device))
     codes = torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device)
     if kind.tile is None:
         blocks = codes.view(-1, kind.block_bytes)

@@ -77,6 +77,12 @@ def _in_released_formats(model: Transformer) -> bool:
     )
 
 
+def _type_names(layers: Sequence[LayerWeights]) -> set[str]:
+    """The types of the experts, and of the projections by one of them."""
+    experts = {kind.name for w in layers for kind in w.expert_types}
+    return experts | {w.shared_down.kernel_type for w in layers}
+
+
 def _store_spans(model: Transformer) -> list[tuple[int, int, int]]:
     """(first, stop, stored): layers first .. stop - 1 of the model are the layers from `stored` on in its store.
 
@@ -126,9 +132,7 @@ class Decoder:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
         layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
         self.kernels: CudaBackend | TritonBackend = (
-            CudaBackend(device, pdl, {kind.name for w in layers for kind in w.expert_types})
-            if reason is None
-            else _triton_backend()
+            CudaBackend(device, pdl, _type_names(layers)) if reason is None else _triton_backend()
         )
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:

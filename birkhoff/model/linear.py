@@ -33,7 +33,8 @@ ACTIVATION_GROUP = 128
 @dataclass(frozen=True)
 class Destination:
     """Memory for one tensor of a checkpoint. A `value` is dequantised; `codes` and `scale` are kept as stored, as are
-    `blocks`, whole rows of bytes of the given `type`. `owner` is the module whose weight it is a part of."""
+    `blocks`, whole rows of bytes of the given `type`, made of its `stored_type`. `owner` is the module whose weight
+    it is a part of."""
 
     name: str
     tensor: torch.Tensor

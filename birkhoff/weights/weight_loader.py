@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexpected
-from birkhoff.kernels.packed import PackedMatrix, PackedType
+from birkhoff.kernels.packed import PackedMatrix, PackedType, from_blocks, stored_type
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import scale_name
 from birkhoff.weights.safetensors import TORCH_DTYPES, read_exactly
@@ -259,6 +259,7 @@ def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
 def _check_blocks(destination: WeightDestination, ref: TensorRef) -> list[str]:
     name, kind = destination.name, destination.type
     assert kind is not None
+    kind = stored_type(kind)
     if ref.packed_type != kind:
         raise TensorDtype(
             f"{name} is stored as {ref.encoding or ref.dtype}, expected {kind.name} to keep it packed. {INSPECT}"
@@ -273,8 +274,8 @@ def _fill_blocks(destination: WeightDestination, checkpoint: Checkpoint) -> None
     assert kind is not None
     for start, stop in strips(tuple(tensor.shape), 1):
         rows = ref.stored_rows(start, stop)
-        check_blocks(destination.name, PackedMatrix(kind, ref.value_shape[1], rows), start)
-        tensor[start:stop].copy_(rows)
+        check_blocks(destination.name, PackedMatrix(stored_type(kind), ref.value_shape[1], rows), start)
+        tensor[start:stop].copy_(from_blocks(kind, rows.to(tensor.device)))
 
 
 def _fill_value(destination: WeightDestination, checkpoint: Checkpoint) -> None:

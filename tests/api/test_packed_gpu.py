@@ -102,25 +102,26 @@ def test_a_gguf_runs_packed_and_equals_its_dequantised_weights(plain, tmp_path, 
     ):
         assert packed._core.runner.graphs is not None, "steps are those of the decoder"
         stack = packed.model.layers[1].ffn.experts
-        renamed = {"MXFP4": "FP4"}
+        renamed = {"MXFP4": "FP4"}  # and Q8_0 of projections
         assert [kind.name for kind in stack.types] == [renamed.get(name, name) for name in (gate, down)]
         own = packed.model.layers[1].attn.wq_b.matrices()[0].type.name
-        assert own == renamed.get(dense, dense)
+        assert own == (renamed | {"Q8_0": "Q8_ROWS"}).get(dense, dense)
         tokens, logprobs = answer(packed)
         expected_tokens, expected = answer(expanded)
         assert tokens == expected_tokens and logprobs == pytest.approx(expected, abs=2e-4)
 
 
-def test_mxfp4_is_loaded_in_the_order_of_fp4(plain, tmp_path):
-    """Nothing but the order of codes and scales differs, in experts and projections."""
-    path = gguf_of(plain, tmp_path / "m.gguf", "MXFP4", dense="MXFP4")
+@pytest.mark.parametrize("dense, own", [("MXFP4", "FP4"), ("Q8_0", "Q8_ROWS")])
+def test_codes_and_scales_are_loaded_in_another_order(plain, tmp_path, dense, own):
+    """Nothing but the order differs, in experts of MXFP4 and in projections."""
+    path = gguf_of(plain, tmp_path / "m.gguf", "MXFP4", dense=dense)
     checkpoint = open_checkpoint(path)
     with birkhoff.load(path, **OPTIONS) as engine:
-        for matrix, name in (
-            (engine.model.layers[1].ffn.experts.matrices(2)[2], "layers.1.ffn.experts.2.w2.weight"),
-            (engine.model.layers[0].attn.wq_b.matrices()[0], "layers.0.attn.wq_b.weight"),
+        for matrix, name, kind in (
+            (engine.model.layers[1].ffn.experts.matrices(2)[2], "layers.1.ffn.experts.2.w2.weight", "FP4"),
+            (engine.model.layers[0].attn.wq_b.matrices()[0], "layers.0.attn.wq_b.weight", own),
         ):
-            assert matrix.type.name == "FP4"
+            assert matrix.type.name == kind
             assert torch.equal(matrix.dense().cpu(), read_values(checkpoint, name, 0, matrix.rows))
 
 

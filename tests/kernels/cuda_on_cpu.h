@@ -42,6 +42,7 @@ static std::vector<Fragments> fragments;
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
 inline void __syncwarp() { warp_barriers[threadIdx.x >> 5]->arrive_and_wait(); }
 template <typename T> T __ldcg(const T* p) { return *p; }
+template <typename T> T __ldg(const T* p) { return *p; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {

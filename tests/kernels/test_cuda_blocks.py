@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from birkhoff.kernels.cuda import backend as backend_module
-from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant, Q8Variant
+from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BLOCK_TYPES, BlockVariant
 from birkhoff.kernels.linear.packed import PackedWeight
-from birkhoff.kernels.packed import TYPES, PackedMatrix
+from birkhoff.kernels.packed import Q8_ROWS, TYPES, PackedMatrix
 from tests.kernels.test_cuda import WIDE
 from tests.kernels.test_cuda import pytestmark as needs_gpu
 from tests.packed_matrices import random_matrix
@@ -26,9 +26,9 @@ def backend():
     return backend_module.CudaBackend(torch.device("cuda"))
 
 
-def weight_of(name, rows, columns, seed) -> PackedWeight:
-    matrix = random_matrix(TYPES[name], rows, columns, seed)
-    return PackedWeight.of([PackedMatrix(matrix.type, columns, matrix.codes.cuda())])
+def weight_of(rows, columns, seed) -> PackedWeight:
+    matrix = random_matrix(Q8_ROWS, rows, columns, seed)
+    return PackedWeight.of([PackedMatrix(matrix.type, matrix.columns, matrix.codes.cuda())])
 
 
 def inputs(rows, columns):
@@ -56,7 +56,7 @@ def worst(actual, expected) -> float:
 @torch.inference_mode()
 def test_products_with_q8_rows_are_exact(rows, columns):
     kernels = backend()
-    weights = [weight_of("Q8_0", 48, columns, 1), weight_of("Q8_0", 32, columns, 2)]
+    weights = [weight_of(48, columns, 1), weight_of(32, columns, 2)]
     plain = PackedWeight(torch.randn(16, columns, dtype=torch.bfloat16, device="cuda"))
     x = inputs(rows, columns)
     out = torch.full((rows, 96), float("nan"), device="cuda")
@@ -65,47 +65,14 @@ def test_products_with_q8_rows_are_exact(rows, columns):
     assert worst(out, expected) < 2e-6
 
 
-# A tile per thread block, and ranges of them.
-Q8_VARIANTS = [
-    Q8Variant(4, 1),
-    Q8Variant(8, 2, 2),
-    Q8Variant(4, 3, 4),
-    Q8Variant(4, 2, 4, True),
-    Q8Variant(8, 2, 2, True),
-]
-
-
-@pytest.mark.parametrize("variant", Q8_VARIANTS, ids=str)
-@pytest.mark.parametrize("columns", [256, 1024, 4096])
 @torch.inference_mode()
-def test_variants_of_products_with_q8_rows_are_exact(columns, variant):
-    kernels = backend()
-    weights = [weight_of("Q8_0", 48, columns, 1), weight_of("Q8_0", 9600, columns, 2)]
-    cases = [(1, torch.float32), (5, torch.float16), (17, torch.bfloat16)]
-    for rows, dtype in cases[:1] if variant.one else cases:
-        x = inputs(rows, columns)
-        out = torch.full((rows, 9648), float("nan"), device="cuda", dtype=dtype)
-        kernels.gemv_q8(weights, x, out, None, variant)
-        expected = torch.cat([x[1].double() @ weight.dense().double().T for weight in weights], 1)
-        assert (
-            worst(out, expected) < {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
-        )
-
-
-@pytest.mark.parametrize("variant", [None, Q8Variant(4, 3, 4), Q8Variant(4, 2, 4, True)], ids=str)
-@torch.inference_mode()
-def test_rows_in_groups_read_their_own_inputs(variant):
-    rows = 1 if variant and variant.one else 3
-    kernels, weight, x = backend(), weight_of("Q8_0", 128, 512, 3), inputs(rows, 4 * 512)
-    out = torch.full((rows, 128), float("nan"), device="cuda")
-    if variant is None:
-        kernels.gemv([weight], x, out, 32)
-    else:
-        kernels.gemv_q8([weight], x, out, 32, variant)
-    parts = x[1].double().view(rows, 4, 512).transpose(0, 1) @ weight.dense().double().view(
-        4, 32, 512
-    ).transpose(1, 2)
-    assert worst(out, parts.transpose(0, 1).reshape(rows, 128)) < 2e-6
+def test_rows_in_groups_read_their_own_inputs():
+    kernels, weight, x = backend(), weight_of(128, 512, 3), inputs(3, 4 * 512)
+    out = torch.full((3, 128), float("nan"), device="cuda")
+    kernels.gemv([weight], x, out, 32)
+    dense = weight.dense().double().view(4, 32, 512)
+    parts = x[1].double().view(3, 4, 512).transpose(0, 1) @ dense.transpose(1, 2)
+    assert worst(out, parts.transpose(0, 1).reshape(3, 128)) < 2e-6
 
 
 # Every decoder as it is used, and in ranges of tiles.
@@ -130,7 +97,8 @@ def test_experts_equal_the_product_of_their_values(variant):
         else:
             layer.kernels.block_gate_up(layer, layer.buffers, 10.0, variant)
             layer.kernels.block_down(layer, layer.buffers, variant, layer.shared_down if rows <= 8 else None)
-        layer.check(shared=variant is None or rows <= 8)
+        allowed = 4e-6 if decoder.digits else 2e-6  # digits round small inputs beside large ones
+        layer.check(variant is None or rows <= 8, allowed)
 
 
 @pytest.mark.parametrize("rows", [1, 20])
@@ -180,7 +148,7 @@ class RandomExperts:
         self.weights = torch.rand(rows, topk, device="cuda")
         self.expert_types = (TYPES[kind], TYPES[kind])
         self.host_range = (1, 2) if host else None
-        self.shared_down = weight_of("Q8_0", hidden, inner, 5)
+        self.shared_down = weight_of(hidden, inner, 5)
         self.permuted = (lambda values: values) if kind == "FP8" else fp4_order
         hidden_rows = torch.full((rows * topk, inner), float("nan"), dtype=torch.float16, device="cuda")
         self.buffers = SimpleNamespace(
@@ -196,7 +164,7 @@ class RandomExperts:
             expert_out=torch.full((rows, topk + 1, hidden), float("nan"), device="cuda"),
         )
 
-    def check(self, shared: bool = True) -> None:
+    def check(self, shared: bool = True, allowed: float = 2e-6) -> None:
         if shared:
             expected = self.buffers.shared_hidden.double() @ self.shared_down.dense().double().T
             assert worst(self.buffers.expert_out[:, -1], expected) < 2e-6
@@ -210,7 +178,7 @@ class RandomExperts:
                 actual = self.buffers.expert_hidden[token * self.topk + place]
                 assert worst(actual, self.permuted(hidden_row)) < 2**-10
                 expected = self.permuted(last) @ actual.double()
-                assert worst(self.buffers.expert_out[token, place], expected) < 2e-6
+                assert worst(self.buffers.expert_out[token, place], expected) < allowed
 
 
 @pytest.mark.parametrize("rows", [1, 33])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
-from birkhoff.kernels.packed import TYPES
+from birkhoff.kernels.packed import Q8_ROWS, TYPES
 from birkhoff.kernels.packed.grids import grid
 from tests.kernels.test_cuda_blocks import fp4_order, kind_of, worst
 from tests.packed_matrices import random_matrix
@@ -33,20 +33,10 @@ ARGUMENTS = {
     "int topk{shared}",
 }
 SHARED = ", int shared_blocks, const u8* shared_codes, const u16* z_shared, int n"
-Q8_ARGUMENTS = (
-    "const u8* codes, int rows, const u8* codes2, int rows2, const u16* xh, int n, int inner, int x_stride, "
-    "float* out, int out_stride, int group"
+GEMV_ARGUMENTS = (
+    "const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2, int rows8b, const u16* weight16, "
+    "int rows16, const u16* xh, const u16* xb, int n, int inner, int x_stride, float* out, int out_stride, int group"
 )
-Q8_ROWS = f"""
-template <int WARPS, int DEPTH, bool ONE>
-void gemv_q8_rows({Q8_ARGUMENTS}) {{
-    static float shared[256 * WARPS];
-    static u64 barriers[WARPS * DEPTH];
-    multiply_q8_rows<1, WARPS, DEPTH, ONE>(shared, barriers, blockIdx.x, gridDim.x, codes, rows, codes2, rows2, xh, n,
-                                           inner, x_stride, out, out_stride, group);
-}}
-"""
-Q8_FORMS = ((2, 1, 0), (2, 3, 0), (2, 2, 1))  # warps, depth, one token
 # Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages. Those that differ
 # from another by copies of a table only are left to the full suite.
 MORE_COPIES = ("IQ2_XXS_DIGITS16",)
@@ -66,7 +56,7 @@ def without_ptx(text: str) -> str:
 def caller(name: str, function: str, kernel: str, threads: int, block_type: bool) -> str:
     """A function `name` that runs blocks of a grid of the kernel `function`."""
     count, table, shared = ("int slot_count, ", "const u8* grid, ", SHARED) if block_type else ("", "", "")
-    declared = ARGUMENTS.get(kernel, Q8_ARGUMENTS).format(count=count, grid=table, shared=shared)
+    declared = ARGUMENTS.get(kernel, GEMV_ARGUMENTS).format(count=count, grid=table, shared=shared)
     passed = ", ".join(each.split()[-1] for each in declared.split(", "))
     return (
         f'extern "C" void {name}(Place shape, const int (*blocks)[2], int block_count, {declared}) {{\n'
@@ -91,10 +81,8 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     text += without_ptx((SOURCES / "fp8_experts.cu").read_text())
     for kernel in ARGUMENTS:
         text += caller(f"{kernel}_FP8", f"{kernel}_fp8", kernel, 128, False)
-    text += Q8_ROWS
-    for warps, depth, one in Q8_FORMS:
-        name, function = f"gemv_q8_{warps}_{depth}_{one}", f"gemv_q8_rows<{warps}, {depth}, {one}>"
-        text += caller(name, function, "gemv_q8", 32 * warps, False)
+    text += "#define Q8_CODES 1\n" + without_ptx((SOURCES / "gemv.cu").read_text())
+    text += caller("gemv_q8", "gemv<2, 2, 2, 1>", "gemv", 64, False)
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -199,7 +187,7 @@ def test_experts_equal_the_product_of_their_values(library, variant):
             assert worst(z[pair, row : row + 8], expected[row : row + 8]) < 2**-10
     assert {expert for expert, _ in covered} == {0, 1}
     shape, blocks, covered = tiles(hidden, 16)
-    shared, z_shared = random_matrix(TYPES["Q8_0"], hidden, inner, 3), torch.randn(rows, inner).half()
+    shared, z_shared = random_matrix(Q8_ROWS, hidden, inner, 3), torch.randn(rows, inner).half()
     shared_blocks = 2 if decoder.digits else 0  # thread blocks before the others
     blocks = [(block + shared_blocks, 0) for block, _ in blocks] + [
         (block, 0) for block in range(shared_blocks)
@@ -236,29 +224,18 @@ def test_experts_in_fp8_equal_the_product_of_their_values(library):
             assert worst(y[pair // 2, pair % 2, here], product[here]) < 2e-6
 
 
-@pytest.mark.parametrize("form", Q8_FORMS, ids=str)
-def test_ranges_of_q8_rows_equal_the_product_of_their_values(library, form):
-    """Five tiles of two matrices in two thread blocks; five stages of columns, which two warps share unevenly."""
-    columns, rows, group = 1280, 1 if form[2] else 3, 16
-    weights = [random_matrix(TYPES["Q8_0"], each, columns, each) for each in (48, 32)]
-    x = torch.randn(rows, 5 * columns, generator=torch.Generator().manual_seed(2)).half()
-    dense = torch.cat([weight.dense() for weight in weights]).double()
-    codes = [part for weight in weights for part in (weight.codes, weight.codes.shape[0])]
-    for groups in (0, group):
+def test_products_of_q8_rows_equal_the_product_of_their_values(library):
+    """Four tiles of two matrices and one of numbers, ten tokens, and ten blocks of columns that two warps share."""
+    columns, rows = 1280, 10
+    weights = [random_matrix(Q8_ROWS, each, columns, each) for each in (48, 16)]
+    numbers = torch.randn(16, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(rows, 5 * columns, generator=torch.Generator().manual_seed(2)).bfloat16()
+    dense = torch.cat([*(weight.dense() for weight in weights), numbers]).double()
+    codes = [part for weight in weights for part in (weight.codes, None, weight.rows)]
+    for group in (0, 16):
         out = torch.full((rows, 80), float("nan"))
-        run(
-            library["_".join(map(str, ("gemv_q8", *form)))],
-            (2, 1),
-            [(0, 0), (1, 0)],
-            *codes,
-            x,
-            rows,
-            columns,
-            5 * columns,
-            out,
-            80,
-            groups,
-        )
+        inputs = (x.half(), x, rows, columns, 5 * columns, out, 80, group)
+        run(library.gemv_q8, (5, 1), [(block, 0) for block in range(5)], *codes, numbers, 16, *inputs)
         own = x.double().view(rows, 5, columns)
-        parts = [dense[at : at + 16] @ own[:, at // 16 if groups else 0].T for at in range(0, 80, 16)]
+        parts = [dense[at : at + 16] @ own[:, at // 16 if group else 0].T for at in range(0, 80, 16)]
         assert worst(out, torch.cat(parts).T) < 2e-6

@@ -17,7 +17,7 @@ from birkhoff.kernels.experts import Stack
 from birkhoff.kernels.experts import experts as plain_experts
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.linear.reference import packed_linear as plain_linear
-from birkhoff.kernels.packed import TYPES, PackedMatrix
+from birkhoff.kernels.packed import Q8_ROWS, TYPES, PackedMatrix
 from tests.interpreter import DEVICE, linear
 from tests.packed_matrices import random_matrix
 from tests.sizes import FULL
@@ -30,7 +30,7 @@ from birkhoff.kernels.experts import prefill as experts_prefill
 from birkhoff.kernels.linear import prefill
 
 EVERY = list(TYPES.values())
-by_type = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+by_type = pytest.mark.parametrize("kind", [*EVERY, Q8_ROWS], ids=lambda kind: kind.name)
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 

@@ -17,20 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from birkhoff.kernels.cuda.block_experts import BlockExperts
-from birkhoff.kernels.cuda.compile import compiled_module
+from birkhoff.kernels.cuda.compile import Module, compiled_module
 from birkhoff.kernels.cuda.variants import (
-    Q8_CHOICES,
-    Q8_STAGE,
-    Q8Variant,
     block_variant,
-    expert_sources,
     gemv_variant,
     is_fp8_experts,
-    q8_choice,
-    q8_variant,
     reads,
     reads_experts,
     token_tiles,
+    type_sources,
 )
 from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers, is_fp4
 from birkhoff.kernels.linear.packed import PackedWeight
@@ -86,21 +81,20 @@ def scale_offset(scales: torch.Tensor) -> int | None:
 
 class CudaBackend(BlockExperts):
     """The decode kernels of one device. `pdl` enables programmatic dependent launch: a kernel may start while the
-    preceding one ends. Kernels of `expert_types` (their names) are compiled with the others; those of further types
-    when they are first launched."""
+    preceding one ends. Kernels of `types` (the names of those of a model's weights) are compiled with the others; those
+    of further types when they are first launched."""
 
     name = "cuda"
     fp16_inputs = True  # FP8 and FP4 products read their inputs in float16
 
-    def __init__(self, device: torch.device, pdl: bool = True, expert_types: Iterable[str] = ()):
+    def __init__(self, device: torch.device, pdl: bool = True, types: Iterable[str] = ()):
         self.pdl = pdl
         self.device = device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         sources: list[tuple[str, tuple[str, ...]]] = [
             (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
         ]
-        sources += sorted(expert_sources(expert_types))
-        sources += [("gemv_q8.cu", variant.defines(tiles or 1)) for (tiles, _), variant in Q8_CHOICES.items()]
+        sources += sorted(type_sources(types))
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
         self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
@@ -136,18 +130,9 @@ class CudaBackend(BlockExperts):
         tiles = token_tiles(n)
         total = sum(weight.out for weight in weights)
         suffix = _DTYPE_SUFFIX[out.dtype]
-        if codes and not bf16 and codes[0].kernel_type == "Q8_0" and (choice := q8_choice(n, inner)):
-            self.gemv_q8(codes, x, out, group, choice)
-            return
-        if codes and not codes[0].is_fp8:
-            warps, depth = q8_variant(tiles, inner)
-            row_blocks, shared = 1, warps * depth * Q8_STAGE
-            name = f"gemv_q8_{suffix}_{tiles}_{warps}_{depth}"
-        else:
-            warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None)
-            name, shared = f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}", 0
-        self._gemv.launch(
-            name,
+        warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None)
+        self._products(codes[0] if codes else None).launch(
+            f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}",
             (-(-total // (16 * row_blocks)), 1),
             row_blocks * warps * 32,
             *_code_arguments(codes, 0),
@@ -163,39 +148,13 @@ class CudaBackend(BlockExperts):
             out.stride(0),
             group or 0,
             pdl=self.pdl,
-            shared=shared,
         )
 
-    def gemv_q8(
-        self,
-        weights: Sequence[PackedWeight],
-        x: tuple[torch.Tensor | None, torch.Tensor],
-        out: torch.Tensor,
-        group: int | None,
-        variant: Q8Variant,
-    ) -> None:
-        """`gemv` of one or two matrices of Q8_0, in a variant of gemv_q8.cu."""
-        n, inner = x[1].shape[0], weights[0].inner
-        row_tiles, tiles = sum(weight.out for weight in weights) // 16, token_tiles(n)
-        second = weights[1] if len(weights) > 1 else None
-        compiled_module("gemv_q8.cu", self.device, variant.defines(tiles)).launch(
-            f"gemv_q8_{_DTYPE_SUFFIX[out.dtype]}",
-            (min(row_tiles, variant.blocks * self.processors) if variant.blocks else row_tiles, 1),
-            32 * variant.warps,
-            weights[0].weight,
-            weights[0].out,
-            None if second is None else second.weight,
-            0 if second is None else second.out,
-            x[0],
-            n,
-            inner,
-            x[1].stride(0),
-            out,
-            out.stride(0),
-            group or 0,
-            pdl=self.pdl,
-            shared=variant.memory(inner),
-        )
+    def _products(self, codes: PackedWeight | None) -> Module:
+        """gemv.cu for the type of `codes`."""
+        if codes is None or codes.is_fp8:
+            return self._gemv
+        return compiled_module("gemv.cu", self.device, ("Q8_CODES=1",))
 
     def route_and_shared(
         self, w: ExpertLayerWeights, buffers: ExpertBuffers, ids: torch.Tensor, limit: float, factor: float
@@ -225,8 +184,7 @@ class CudaBackend(BlockExperts):
             buffers.x_fp16,
             buffers.x,
         )
-        logits = buffers.router_gate_up
-        q8 = "" if w.shared_gate_up.is_fp8 else "q8_"
+        logits, products = buffers.router_gate_up, self._products(w.shared_gate_up)
         routing = (
             w.router_bias,
             w.hash_table,
@@ -236,8 +194,8 @@ class CudaBackend(BlockExperts):
             buffers.topk_weights,
         )
         if n == 1:
-            self._gemv.launch(
-                f"router_gate_up_one_{q8}{8 if experts <= 256 else 16}",
+            products.launch(
+                f"router_gate_up_one_{8 if experts <= 256 else 16}",
                 (experts // 8 + inner // 16, 1),
                 256,
                 *inputs,
@@ -253,13 +211,12 @@ class CudaBackend(BlockExperts):
                 ids.shape[1],
                 float(factor),
                 pdl=self.pdl,
-                shared=8 * 2 * Q8_STAGE if q8 else 0,
             )
             return
         tiles = token_tiles(n)
         warps = 4 if tiles == 8 else 8
-        self._gemv.launch(
-            f"router_gate_up_{q8}{tiles}",
+        products.launch(
+            f"router_gate_up_{tiles}",
             ((inner + experts) // 16, 1),
             32 * warps,
             *inputs,
@@ -270,7 +227,6 @@ class CudaBackend(BlockExperts):
             logits.stride(0),
             float(limit),
             pdl=self.pdl,
-            shared=warps * 2 * Q8_STAGE if q8 else 0,
         )
         self.route(logits[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor)
 
@@ -364,7 +320,6 @@ class CudaBackend(BlockExperts):
             n,
             *_host_range(w),
             pdl=self.pdl,
-            shared=warps * row_tiles * 2 * Q8_STAGE if fused and q8 else 0,
         )
 
     def write_and_mix(

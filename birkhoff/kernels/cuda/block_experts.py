@@ -66,7 +66,6 @@ class BlockExperts:
             shared_blocks, blocks = variant.split(
                 tiles, row_bytes, width // 16, shared.weight.shape[1], self.processors
             )
-            memory = max(memory, variant.shared_memory(inner))
         compiled_module("blocks.cu", self.device, variant.defines).launch(
             "down",
             (shared_blocks + blocks, 1),

@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_one(float* shared, u64* arrived, int bl
             present = live_address(slot);
             pair = __ldcg(order + __ldcg(&slots[slot].first));
             if (first || !GATE_UP) {
-                if (present || GATE_UP) split_inputs<TYPE, WARPS, false>(digits, factors, x + (GATE_UP ? 0 : (i64)pair * inner), inner);
+                if (present || GATE_UP) split_inputs<TYPE, WARPS>(digits, factors, x + (GATE_UP ? 0 : (i64)pair * inner), inner);
                 __syncthreads();
             }
         }
@@ -204,8 +204,29 @@ __device__ __forceinline__ void multiply_one(float* shared, u64* arrived, int bl
     }
 }
 
-// As `experts_gate_up` and `experts_down` of experts.cu. The first `shared_blocks` thread blocks of `down` compute the down
-// projection of a shared expert in Q8_0 for up to eight tokens.
+// The down projection of a shared expert in Q8_0 for up to eight tokens, by the first `blocks` thread blocks.
+template <int WARPS>
+__device__ __forceinline__ void multiply_shared(float* shared, int blocks, const u8* codes, int rows, const u16* z, int n,
+                                                int inner, float* out, int out_stride) {
+    const int g = (threadIdx.x & 31) >> 2, tiles = rows / 16;
+    const int begin = (int)((i64)tiles * blockIdx.x / blocks), end = (int)((i64)tiles * (blockIdx.x + 1) / blocks);
+    const u16* const x[1] = {z + (i64)g * inner};
+    const bool valid[1] = {g < n};
+    for (int tile = begin; tile < end; tile++) {
+        const u8* const c[1] = {codes + tile * 16 * q8_row_bytes(inner)};
+        float acc[1][1][4] = {};
+        gemm_q8<1, 1, WARPS, 2>(acc, c, x, valid, inner);
+        float* sums = shared + (tile & 1) * (WARPS * 128);  // the other one may still be read
+        store_partials<1, 1, WARPS>(sums, acc);
+        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4;
+            if (t < n) out[(i64)t * out_stride + tile * 16 + r] = sum_partials<WARPS>(sums, r * 8 + t, 128);
+        }
+    }
+}
+
+// As `experts_gate_up` and `experts_down` of experts.cu. The first `shared_blocks` thread blocks of `down` compute a
+// shared expert.
 template <typename TYPE, int WARPS, int STAGES>
 __device__ __forceinline__ void gate_up_blocks(const ExpertSlot* slots, int slot_count, const int* order,
                                                const float* weights, const u16* x, u16* z, const u8* grid, int inner,
@@ -248,11 +269,8 @@ __device__ __forceinline__ void down_blocks(const ExpertSlot* slots, int slot_co
     launch_dependents();  // slots are complete since before `gate_up_blocks` launched this kernel
     const int block = blockIdx.x - shared_blocks;
     if (block < 0) {
-        constexpr int DEPTH = STAGES == 1 ? 1 : 2;
-        __shared__ u64 barriers[WARPS * DEPTH];
-        multiply_q8_rows<1, WARPS, DEPTH, TYPE::DIGITS>(
-            shared, barriers, blockIdx.x, shared_blocks, shared_codes, width, nullptr, 0, z_shared, n, inner, inner,
-            y + (i64)topk * width, (topk + 1) * width, 0);
+        multiply_shared<WARPS>(shared, shared_blocks, shared_codes, width, z_shared, n, inner, y + (i64)topk * width,
+                               (topk + 1) * width);
         return;
     }
     if constexpr (TYPE::DIGITS) {

@@ -1,7 +1,7 @@
 // Routed experts: FP4 weights read through a table of addresses, some of which may be in host memory. The Triton twin
 // is experts/decode.py.
 
-#include "blocks.cuh"
+#include "gemv.cuh"
 
 // Rows in host memory are staged through shared memory: sixteen lanes request 256 contiguous bytes of a row, so that
 // whole lines cross the bus. Direct loads (every lane loads what it multiplies) would request 64 bytes of each of eight
@@ -193,9 +193,8 @@ __device__ __forceinline__ void experts_gate_up(const ExpertSlot* slots, const i
 }
 
 // Down projection: slots as above, RT * 16 rows per block; the blocks after the last slot compute the shared expert's
-// down, up to eight tokens each. Its weights are FP8 or, with Q8 above 0, Q8_0, which takes WARPS * RT * Q8 stages of
-// dynamic shared memory.
-template <int WARPS, int RT, bool HOST, bool PIPE, int Q8>
+// down, up to eight tokens each. Its weights are FP8 or Q8_0.
+template <int WARPS, int RT, bool HOST, bool PIPE, bool Q8>
 __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_count, const int* order, const u16* z,
                                              float* y, int inner, int width, int topk, int offset, float gain,
                                              const u8* codes, const u8* scale, const u16* z_shared, int n,
@@ -212,11 +211,12 @@ __device__ __forceinline__ void experts_down(const ExpertSlot* slots, int slot_c
         const bool valid[1] = {first + g < n};
 #pragma unroll
         for (int r = 0; r < RT; r++) {
-            c[r] = codes + (i64)(row + 16 * r) * (Q8 ? inner / Q8_COLUMNS * Q8_BYTES : inner);
+            c[r] = codes + (i64)(row + 16 * r) * (Q8 ? q8_row_bytes(inner) : inner);
             s[r] = scale + row + 16 * r;
         }
-        if (Q8) gemm_q8<1, RT, WARPS, Q8 ? Q8 : 1>(acc, c, x, valid, inner, reinterpret_cast<u8*>(memory));
-        else gemm_fp8<1, RT, WARPS, WARPS == 1 ? 4 : 2>(acc, c, s, width, x, valid, inner);
+        constexpr int U = WARPS == 1 ? 4 : 2;
+        if (Q8) gemm_q8<1, RT, WARPS, U>(acc, c, x, valid, inner);
+        else gemm_fp8<1, RT, WARPS, U>(acc, c, s, width, x, valid, inner);
         store_partials<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
             const int r = i & (16 * RT - 1), t = i / (16 * RT);
@@ -283,12 +283,12 @@ GATE_UP(experts_gate_up_4, 4, false, false, 4)
 GATE_UP(experts_gate_up_2_many, 2, false, false, 8)
 GATE_UP(experts_gate_up_2_host, 2, true, true, 6)
 GATE_UP(experts_gate_up_4_host, 4, true, false, 4)
-DOWN(experts_down_1_1, 1, 1, false, true, 0, 14)
-DOWN(experts_down_4_1, 4, 1, false, false, 0, 5)
-DOWN(experts_down_2_2, 2, 2, false, false, 0, 7)
-DOWN(experts_down_1_1_host, 1, 1, true, true, 0, 14)
-DOWN(experts_down_4_1_host, 4, 1, true, false, 0, 5)
-DOWN(experts_down_2_2_host, 2, 2, true, false, 0, 6)
-DOWN(experts_down_1_1_q8, 1, 1, false, true, 2, 14)
-DOWN(experts_down_4_1_q8, 4, 1, false, false, 2, 5)
-DOWN(experts_down_2_2_q8, 2, 2, false, false, 2, 6)
+DOWN(experts_down_1_1, 1, 1, false, true, false, 14)
+DOWN(experts_down_4_1, 4, 1, false, false, false, 5)
+DOWN(experts_down_2_2, 2, 2, false, false, false, 7)
+DOWN(experts_down_1_1_host, 1, 1, true, true, false, 14)
+DOWN(experts_down_4_1_host, 4, 1, true, false, false, 5)
+DOWN(experts_down_2_2_host, 2, 2, true, false, false, 6)
+DOWN(experts_down_1_1_q8, 1, 1, false, true, true, 14)
+DOWN(experts_down_4_1_q8, 4, 1, false, false, true, 5)
+DOWN(experts_down_2_2_q8, 2, 2, false, false, true, 6)

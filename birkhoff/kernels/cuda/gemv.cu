@@ -2,17 +2,20 @@
 // and up of the shared expert (which also routes when there is one token). The Triton twins are linear/decode.py and
 // experts/decode.py.
 
-#include "blocks.cuh"
+#include "gemv.cuh"
 
-template <bool Q8>
-__device__ __forceinline__ i64 row_bytes(int inner) {
-    return Q8 ? (i64)(inner / Q8_COLUMNS) * Q8_BYTES : inner;
-}
+// Compiled once for codes of FP8 and once for those of Q8_0.
+#ifndef Q8_CODES
+#define Q8_CODES 0
+#endif
+constexpr bool Q8 = Q8_CODES;
+
+__device__ __forceinline__ i64 row_bytes(int inner) { return Q8 ? q8_row_bytes(inner) : inner; }
 
 // One launch over the rows of up to two matrices of codes, FP8 or Q8_0 (in blocks of sixteen rows), and one bfloat16
 // matrix. WARPS split the K of a row block; a thread block holds WM row blocks, whose common inputs are then shared in
-// L1 (used for many tokens). Q8_0 needs WARPS * WM * U * Q8_STAGE bytes of dynamic shared memory.
-template <int NT, int WARPS, int U, int WM, bool Q8, typename OUT>
+// L1 (used for many tokens).
+template <int NT, int WARPS, int U, int WM, typename OUT>
 __device__ __forceinline__ void gemv(const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2,
                                      int rows8b, const u16* weight16, int rows16, const u16* xh, const u16* xb, int n,
                                      int inner, int x_stride, OUT* out, int out_stride, int group) {
@@ -26,19 +29,19 @@ __device__ __forceinline__ void gemv(const u8* codes, const u8* scale, int rows8
     float acc[1][NT][4] = {};
     const u16* x[NT];
     bool valid[NT];
-    const bool is_fp8 = row < rows8 + rows8b;
-    const u16* from = (is_fp8 ? xh : xb) + (group ? (i64)(row / group) * inner : 0);
+    const bool is_codes = row < rows8 + rows8b;
+    const u16* from = (is_codes ? xh : xb) + (group ? (i64)(row / group) * inner : 0);
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         valid[t] = t * 8 + g < n;
         x[t] = from + (i64)(t * 8 + g) * x_stride;
     }
-    if (is_fp8) {
+    if (is_codes) {
         const bool second = row >= rows8;
         if (second) row -= rows8;
-        const u8* const c[1] = {(second ? codes2 : codes) + row * row_bytes<Q8>(inner)};
+        const u8* const c[1] = {(second ? codes2 : codes) + row * row_bytes(inner)};
         const u8* const s[1] = {(second ? scale2 : scale) + row};
-        if (Q8) gemm_q8<NT, 1, WARPS, U, WM>(acc, c, x, valid, inner, reinterpret_cast<u8*>(memory));
+        if (Q8) gemm_q8<NT, 1, WARPS, U, WM>(acc, c, x, valid, inner);
         else gemm_fp8<NT, 1, WARPS, U, WM>(acc, c, s, second ? rows8b : rows8, x, valid, inner);
     } else {
         row -= rows8 + rows8b;
@@ -58,8 +61,8 @@ __device__ __forceinline__ void gemv(const u8* codes, const u8* scale, int rows8
 }
 
 // Sixteen rows of the shared expert's gate and of its up, then clamped SwiGLU.
-template <int NT, int WARPS, int U, bool Q8>
-__device__ __forceinline__ void shared_gate_up(float* shared, u8* staging, int row, const u8* codes, const u8* scale, int inner,
+template <int NT, int WARPS, int U>
+__device__ __forceinline__ void shared_gate_up(float* shared, int row, const u8* codes, const u8* scale, int inner,
                                                const u16* xh, int n, int width, u16* z, float limit) {
     const int g = (threadIdx.x & 31) >> 2;
     const u16* x[NT];
@@ -70,10 +73,10 @@ __device__ __forceinline__ void shared_gate_up(float* shared, u8* staging, int r
         x[t] = xh + (i64)(t * 8 + g) * width;
     }
     float acc[2][NT][4] = {};
-    const i64 bytes = row_bytes<Q8>(width);
+    const i64 bytes = row_bytes(width);
     const u8* const c[2] = {codes + row * bytes, codes + (inner + row) * bytes};
     const u8* const s[2] = {scale + row, scale + inner + row};
-    if (Q8) gemm_q8<NT, 2, WARPS, 1>(acc, c, x, valid, width, staging);
+    if (Q8) gemm_q8<NT, 2, WARPS, U>(acc, c, x, valid, width);
     else gemm_fp8<NT, 2, WARPS, U>(acc, c, s, 2 * inner, x, valid, width);
     store_partials<NT, 2, WARPS>(shared, acc);
     for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
@@ -87,7 +90,7 @@ __device__ __forceinline__ void shared_gate_up(float* shared, u8* staging, int r
 }
 
 // Gate and up of the shared expert; the blocks after them compute the router logits.
-template <int NT, int WARPS, int U, bool Q8>
+template <int NT, int WARPS, int U>
 __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale, int inner, const u16* router,
                                                int experts, const u16* xh, const u16* xb, int n, int width, u16* z,
                                                float* logits, int logit_stride, float limit) {
@@ -96,7 +99,7 @@ __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale,
     const int g = (threadIdx.x & 31) >> 2;
     int row = blockIdx.x * 16;
     if (row < inner) {
-        shared_gate_up<NT, WARPS, U, Q8>(shared, reinterpret_cast<u8*>(memory), row, codes, scale, inner, xh, n, width, z, limit);
+        shared_gate_up<NT, WARPS, U>(shared, row, codes, scale, inner, xh, n, width, z, limit);
         return;
     }
     row -= inner;
@@ -120,7 +123,7 @@ __device__ __forceinline__ void router_gate_up(const u8* codes, const u8* scale,
 // finish first. The last of them to finish adds the halves, selects the experts and writes the plan while the shared
 // expert is still being read. `blocks_done` counts finished router blocks and is reset to zero; `partial_logits` holds
 // both halves of all logits.
-template <int PER_LANE, int WARPS, bool Q8>
+template <int PER_LANE, int WARPS>
 __device__ __forceinline__ void router_gate_up_one(const u8* codes, const u8* scale, int inner, const u16* router,
                                                    int experts, const u16* xh, const u16* xb, int width, u16* z,
                                                    float* logits, float limit, float* partial_logits, int* blocks_done,
@@ -132,9 +135,8 @@ __device__ __forceinline__ void router_gate_up_one(const u8* codes, const u8* sc
     const int t = threadIdx.x, lane = t & 31, router_blocks = experts / 8;
     launch_dependents();
     if (blockIdx.x >= router_blocks) {
-        u8* staging = reinterpret_cast<u8*>(memory);
         const int row = (blockIdx.x - router_blocks) * 16;
-        shared_gate_up<1, WARPS, 2, Q8>(shared, staging, row, codes, scale, inner, xh, 1, width, z, limit);
+        shared_gate_up<1, WARPS, 2>(shared, row, codes, scale, inner, xh, 1, width, z, limit);
         return;
     }
     if (blockIdx.x == 0) {  // prefetch what the last block reads
@@ -186,22 +188,18 @@ __device__ __forceinline__ void router_gate_up_one(const u8* codes, const u8* sc
     reinterpret_cast<longlong2*>(into.address)[1] = down_address;
 }
 
-#define GEMV(NAME, NT, WARPS, U, WM, Q8, OUT)                                                                         \
+#define GEMV(NAME, NT, WARPS, U, WM, OUT)                                                                             \
     extern "C" __global__ void __launch_bounds__(WM * WARPS * 32)                                                     \
         NAME(const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2, int rows8b,             \
              const u16* weight16, int rows16, const u16* xh, const u16* xb, int n, int inner, int x_stride, OUT* out, \
              int out_stride, int group) {                                                                             \
-        gemv<NT, WARPS, U, WM, Q8, OUT>(codes, scale, rows8, codes2, scale2, rows8b, weight16, rows16, xh, xb, n,     \
-                                        inner, x_stride, out, out_stride, group);                                     \
+        gemv<NT, WARPS, U, WM, OUT>(codes, scale, rows8, codes2, scale2, rows8b, weight16, rows16, xh, xb, n, inner,  \
+                                    x_stride, out, out_stride, group);                                                \
     }
-#define GEMV_ALL_TYPES(NT, WARPS, U, WM)                                       \
-    GEMV(gemv_f32_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, false, float) \
-    GEMV(gemv_f16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, false, u16)   \
-    GEMV(gemv_bf16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, false, bf16)
-#define GEMV_Q8_ALL_TYPES(NT, WARPS, U)                                     \
-    GEMV(gemv_q8_f32_##NT##_##WARPS##_##U, NT, WARPS, U, 1, true, float)    \
-    GEMV(gemv_q8_f16_##NT##_##WARPS##_##U, NT, WARPS, U, 1, true, u16)      \
-    GEMV(gemv_q8_bf16_##NT##_##WARPS##_##U, NT, WARPS, U, 1, true, bf16)
+#define GEMV_ALL_TYPES(NT, WARPS, U, WM)                                \
+    GEMV(gemv_f32_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, float) \
+    GEMV(gemv_f16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, u16)   \
+    GEMV(gemv_bf16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, bf16)
 GEMV_ALL_TYPES(1, 8, 1, 1)
 GEMV_ALL_TYPES(1, 8, 2, 1)
 GEMV_ALL_TYPES(1, 8, 3, 1)
@@ -213,41 +211,28 @@ GEMV_ALL_TYPES(4, 8, 1, 1)
 GEMV_ALL_TYPES(8, 1, 1, 8)
 GEMV_ALL_TYPES(8, 2, 1, 4)
 GEMV_ALL_TYPES(8, 4, 1, 1)
-GEMV_Q8_ALL_TYPES(1, 4, 2)
-GEMV_Q8_ALL_TYPES(1, 8, 2)
-GEMV_Q8_ALL_TYPES(2, 4, 2)
-GEMV_Q8_ALL_TYPES(2, 8, 2)
-GEMV_Q8_ALL_TYPES(4, 4, 2)
-GEMV_Q8_ALL_TYPES(4, 8, 2)
-GEMV_Q8_ALL_TYPES(8, 4, 2)
 
-#define ROUTER_GATE_UP(NAME, NT, WARPS, U, Q8)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                     \
-        const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh, const u16* xb,    \
-        int n, int width, u16* z, float* logits, int logit_stride, float limit) {                                     \
-        router_gate_up<NT, WARPS, U, Q8>(codes, scale, inner, router, experts, xh, xb, n, width, z, logits, logit_stride, \
+#define ROUTER_GATE_UP(NAME, NT, WARPS, U)                                                                            \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, NT == 1 ? 2 : 1)                                         \
+        NAME(const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh,              \
+             const u16* xb, int n, int width, u16* z, float* logits, int logit_stride, float limit) {                 \
+        router_gate_up<NT, WARPS, U>(codes, scale, inner, router, experts, xh, xb, n, width, z, logits, logit_stride, \
                                      limit);                                                                          \
     }
-ROUTER_GATE_UP(router_gate_up_1, 1, 8, 2, false)
-ROUTER_GATE_UP(router_gate_up_q8_1, 1, 8, 2, true)
-ROUTER_GATE_UP(router_gate_up_2, 2, 8, 1, false)
-ROUTER_GATE_UP(router_gate_up_q8_2, 2, 8, 1, true)
-ROUTER_GATE_UP(router_gate_up_4, 4, 8, 1, false)
-ROUTER_GATE_UP(router_gate_up_q8_4, 4, 8, 1, true)
-ROUTER_GATE_UP(router_gate_up_8, 8, 4, 1, false)
-ROUTER_GATE_UP(router_gate_up_q8_8, 8, 4, 1, true)
+ROUTER_GATE_UP(router_gate_up_1, 1, 8, 2)
+ROUTER_GATE_UP(router_gate_up_2, 2, 8, 1)
+ROUTER_GATE_UP(router_gate_up_4, 4, 8, 1)
+ROUTER_GATE_UP(router_gate_up_8, 8, 4, 1)
 
-#define ROUTER_GATE_UP_ONE(NAME, PER_LANE, Q8)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) NAME(                               \
-        const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh, const u16* xb, \
-        int width, u16* z, float* logits, float limit, float* partial_logits, int* blocks_done, const float* bias, \
-        const int* hash_table, const i64* tokens, const i64* addresses, int* ids, float* weights, int* order,      \
-        ExpertSlot* slots, int topk, float factor) {                                                               \
-        router_gate_up_one<PER_LANE, 8, Q8>(codes, scale, inner, router, experts, xh, xb, width, z, logits, limit,     \
+#define ROUTER_GATE_UP_ONE(NAME, PER_LANE)                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                           \
+        NAME(const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh,           \
+             const u16* xb, int width, u16* z, float* logits, float limit, float* partial_logits,                  \
+             int* blocks_done, const float* bias, const int* hash_table, const i64* tokens, const i64* addresses,  \
+             int* ids, float* weights, int* order, ExpertSlot* slots, int topk, float factor) {                    \
+        router_gate_up_one<PER_LANE, 8>(codes, scale, inner, router, experts, xh, xb, width, z, logits, limit,     \
                                         partial_logits, blocks_done, bias, hash_table, tokens, addresses, ids,     \
                                         weights, order, slots, topk, factor);                                      \
     }
-ROUTER_GATE_UP_ONE(router_gate_up_one_8, 8, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_8, 8, true)
-ROUTER_GATE_UP_ONE(router_gate_up_one_16, 16, false)
-ROUTER_GATE_UP_ONE(router_gate_up_one_q8_16, 16, true)
+ROUTER_GATE_UP_ONE(router_gate_up_one_8, 8)
+ROUTER_GATE_UP_ONE(router_gate_up_one_16, 16)

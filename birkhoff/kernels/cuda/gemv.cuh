@@ -1,12 +1,11 @@
-// Skinny GEMM building blocks for FP8, FP4 and bfloat16 weights, bound by the bandwidth of reading the weights.
+// Skinny GEMM building blocks for FP8, Q8_0, FP4 and bfloat16 weights, bound by the bandwidth of reading the weights.
 //
 // A warp owns sixteen rows of a weight (or sixteen of each of two). Lane (g, q) = (lane / 4, lane % 4) loads sixteen
 // bytes of rows g and g + 8 directly into registers, decodes them to half2 and passes them to mma.m16n8k16 as operand
 // A; the inputs are operand B, eight tokens per tile. The order of k inside an mma is free as long as both operands
 // agree, so every lane multiplies exactly the bytes it loaded: no shared memory, no shuffles, and eight tokens cost
 // about as much as one. The warps of a block split K; their sums are added through shared memory at the end, in a fixed
-// order. Products are exact, sums are float32. Inputs are float16 with FP8 and FP4 weights, bfloat16 with bfloat16
-// weights.
+// order. Products are exact, sums are float32. Inputs are bfloat16 with bfloat16 weights, else float16.
 
 #pragma once
 #include "common.cuh"
@@ -45,6 +44,28 @@ __device__ __forceinline__ uint2 e4m3x4_to_f16x4(u32 four_e4m3) {
         : "r"(four_e4m3));
     return r;
 }
+
+__device__ __forceinline__ float2 f16x2_to_floats(u32 two) {
+    float2 f;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(two));
+    return f;
+}
+
+__device__ __forceinline__ u32 sub_f16x2(u32 a, u32 b) {
+    u32 r;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// Two of four unsigned bytes (0, 1 or 2, 3), less 128, as float16.
+template <bool UPPER>
+__device__ __forceinline__ u32 bytes_to_f16x2(u32 four) {
+    return sub_f16x2(__byte_perm(four, 0x64646464u, UPPER ? 0x4342 : 0x4140), 0x64806480u);
+}
+
+__device__ __forceinline__ i64 q8_row_bytes(int inner) { return inner / 32 * 34; }
 
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 s) {
     u32 r;
@@ -139,6 +160,66 @@ __device__ __forceinline__ void gemm_fp8(float (&acc)[RT][NT][4], const u8* cons
             for (int t = 0; t < NT; t++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) acc[r][t][i] += s[u][r] * part[r][t][i];
+    };
+    pipeline_k<WARPS, U>(warp, blocks, load, multiply);
+}
+
+// Q8_ROWS (packed/types.py): as `gemm_fp8`, with a float16 scale per row and 32 columns. Two rows' four scales of 128
+// columns are eight bytes each.
+template <int NT, int RT, int WARPS, int U, int WM = 1>
+__device__ __forceinline__ void gemm_q8(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u16* const (&x)[NT],
+                                        const bool (&valid)[NT], int inner) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
+    const int blocks = inner >> 7;
+    const i64 stride = q8_row_bytes(inner);
+    uint4 w[U][RT][2][2];
+    uint2 s[U][RT][2];
+    auto load = [&](int u, int at) {
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                const u8* row = codes[r] + (g + 8 * side) * stride;
+                w[u][r][0][side] = load_once16(row + at * 128 + q * 16);
+                w[u][r][1][side] = load_once16(row + at * 128 + 64 + q * 16);
+                s[u][r][side] = __ldg(reinterpret_cast<const uint2*>(row + inner + at * 8));
+            }
+    };
+    auto multiply = [&](int u, int at) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {  // 32 columns
+            uint4 b[NT];
+#pragma unroll
+            for (int t = 0; t < NT; t++) b[t] = load_input16(x[t] + at * 128 + c * 32 + q * 8, valid[t]);
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                const uint4 low = w[u][r][c >> 1][0], high = w[u][r][c >> 1][1];
+                u32 a[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const u32 first = word(low, 2 * (c & 1) + i), second = word(high, 2 * (c & 1) + i);
+                    a[i][0] = bytes_to_f16x2<false>(first);
+                    a[i][1] = bytes_to_f16x2<false>(second);
+                    a[i][2] = bytes_to_f16x2<true>(first);
+                    a[i][3] = bytes_to_f16x2<true>(second);
+                }
+                float2 scale[2];
+#pragma unroll
+                for (int side = 0; side < 2; side++)
+                    scale[side] = f16x2_to_floats(c & 2 ? s[u][r][side].y : s[u][r][side].x);
+                const float s0 = c & 1 ? scale[0].y : scale[0].x, s1 = c & 1 ? scale[1].y : scale[1].x;
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    float part[4] = {};
+                    mma<false>(part, a[0][0], a[0][1], a[0][2], a[0][3], b[t].x, b[t].y);
+                    mma<false>(part, a[1][0], a[1][1], a[1][2], a[1][3], b[t].z, b[t].w);
+                    acc[r][t][0] += s0 * part[0];
+                    acc[r][t][1] += s0 * part[1];
+                    acc[r][t][2] += s1 * part[2];
+                    acc[r][t][3] += s1 * part[3];
+                }
+            }
+        }
     };
     pipeline_k<WARPS, U>(warp, blocks, load, multiply);
 }

@@ -9,10 +9,9 @@ import torch
 
 from birkhoff.kernels.decode_buffers import ExpertLayerWeights
 from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.packed import Q8_ROWS
 
 MAX_ROWS = 64
-Q8_COLUMNS = 256  # of a stage, as in blocks.cuh
-Q8_STAGE = 16 * 272  # its bytes of shared memory
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,6 @@ class BlockVariant:
             inputs = inner // 4 * min(rows, 8) if decoder.sums else 0
         return decoder.table + self.stages * 16 * row + inputs
 
-    def shared_memory(self, inner: int) -> int:
-        """Bytes of dynamic shared memory of the thread blocks that compute a shared expert in Q8_0."""
-        depth = 1 if self.stages == 1 else 2
-        return Q8Variant(self.warps, depth, one=BLOCK_DECODERS[self.decoder].digits).memory(inner)
-
     def thread_blocks(self, tiles: int, processors: int) -> int:
         return min(tiles, processors * self.blocks) if self.blocks else tiles
 
@@ -100,33 +94,8 @@ class BlockVariant:
         return part, min(tiles, every - part)
 
 
-@dataclass(frozen=True)
-class Q8Variant:
-    """A form of gemv_q8.cu: warps that split K, stages of 256 columns each has in flight, and thread blocks per
-    multiprocessor; 0 if every sixteen rows have their own. `one`: for a single token, whose digits are multiplied."""
-
-    warps: int
-    depth: int
-    blocks: int = 0
-    one: bool = False
-
-    def defines(self, tiles: int) -> tuple[str, ...]:
-        return (
-            f"Q8_TILES={tiles}",
-            f"Q8_WARPS={self.warps}",
-            f"Q8_DEPTH={self.depth}",
-            f"Q8_RESIDENT={self.blocks or 1}",
-            f"Q8_ONE={int(self.one)}",
-        )
-
-    def memory(self, inner: int) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.warps * self.depth * Q8_STAGE + (digit_bytes(inner) if self.one else 0)
-
-
 # Variants that were measured to be faster than `BlockVariant(type)`: by type, kernel ("gate_up" or "down") and whether
-# there is one token; and those of gemv_q8.cu that are faster than gemv.cu: by tiles of eight tokens (0: a single token)
-# and input width.
+# there is one token.
 BLOCK_CHOICES = {
     ("Q2_K", "gate_up", True): BlockVariant("Q2_K_DIGITS", 4, 2, 3),
     ("Q2_K", "down", True): BlockVariant("Q2_K_DIGITS", 4, 2, 4),
@@ -134,12 +103,6 @@ BLOCK_CHOICES = {
     ("Q5_K", "gate_up", True): BlockVariant("Q5_K", 8, 2, 2),
     ("IQ2_XXS", "gate_up", True): BlockVariant("IQ2_XXS_DIGITS16", 4, 2, 3),
     ("IQ2_XXS", "down", True): BlockVariant("IQ2_XXS_DIGITS", 4, 2, 4),
-}
-Q8_CHOICES = {
-    (0, 4096): Q8Variant(8, 2, 2),
-    (1, 4096): Q8Variant(8, 2, 2),
-    (4, 4096): Q8Variant(8, 2, 2),
-    (4, 8192): Q8Variant(8, 2, 2),
 }
 
 
@@ -149,8 +112,8 @@ def block_variant(kind: str, kernel: str, rows: int, host: bool = False) -> Bloc
     return (None if host else BLOCK_CHOICES.get((kind, kernel, rows == 1))) or BlockVariant(kind)
 
 
-def expert_sources(kinds: Iterable[str]) -> set[tuple[str, tuple[str, ...]]]:
-    """Sources and definitions of all kernels that experts of some types need, besides FP4's."""
+def type_sources(kinds: Iterable[str]) -> set[tuple[str, tuple[str, ...]]]:
+    """Sources and definitions of the kernels of experts and projections of some types, besides the released ones."""
     sources: set[tuple[str, tuple[str, ...]]] = set()
     for kind in kinds:
         if kind in BLOCK_TYPES:
@@ -158,14 +121,14 @@ def expert_sources(kinds: Iterable[str]) -> set[tuple[str, tuple[str, ...]]]:
             sources |= {("blocks.cu", variant.defines) for variant in chosen}
         elif kind == "FP8":
             sources.add(("fp8_experts.cu", ()))
+        elif kind == Q8_ROWS.name:
+            sources.add(("gemv.cu", ("Q8_CODES=1",)))
     return sources
 
 
 def reads(weight: PackedWeight, x: tuple[torch.Tensor | None, torch.Tensor]) -> bool:
-    """Whether `gemv.cu` multiplies these inputs with this weight: FP8 or Q8_0 with float16, or both bfloat16."""
-    if weight.type is not None and (
-        weight.type.name != "Q8_0" or weight.inner % Q8_COLUMNS or weight.out % 16
-    ):
+    """Whether `gemv.cu` multiplies these inputs with this weight: FP8 or Q8_ROWS with float16, or both bfloat16."""
+    if weight.type is not None and (weight.type != Q8_ROWS or weight.out % 16):
         return False
     if weight.is_codes:
         return x[0] is not None and x[0].dtype is torch.float16
@@ -195,16 +158,6 @@ def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int
     if total >= 16384:  # enough rows to keep all warps busy without splitting K further
         return (2, 1, 4) if inner > 1024 else (1, 1, 8)
     return (2, 1, 4) if grouped else (4, 1, 1)
-
-
-def q8_choice(n: int, inner: int) -> Q8Variant | None:
-    """The variant of gemv_q8.cu that multiplies n tokens, or None where gemv.cu is faster."""
-    return Q8_CHOICES.get((0 if n == 1 else token_tiles(n), inner))
-
-
-def q8_variant(tiles: int, inner: int) -> tuple[int, int]:
-    """Of Q8_0: warps that split K, and stages of 256 columns each has in flight."""
-    return (4, 2) if inner <= 4 * Q8_COLUMNS or tiles == 8 else (8, 2)
 
 
 def token_tiles(n: int) -> int:

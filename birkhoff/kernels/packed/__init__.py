@@ -12,7 +12,17 @@ are not finite propagate to the result; nothing else does, so damaged blocks can
 """
 
 from birkhoff.kernels.packed.matrix import PackedMatrix
-from birkhoff.kernels.packed.reference import dequantise
-from birkhoff.kernels.packed.types import FLOAT_TYPES, TYPES, PackedType
+from birkhoff.kernels.packed.reference import dequantise, from_blocks
+from birkhoff.kernels.packed.types import FLOAT_TYPES, Q8_ROWS, TYPES, PackedType, gpu_type, stored_type
 
-__all__ = ["FLOAT_TYPES", "PackedMatrix", "PackedType", "TYPES", "dequantise"]
+__all__ = [
+    "FLOAT_TYPES",
+    "PackedMatrix",
+    "PackedType",
+    "Q8_ROWS",
+    "TYPES",
+    "dequantise",
+    "from_blocks",
+    "gpu_type",
+    "stored_type",
+]

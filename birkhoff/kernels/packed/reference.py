@@ -13,7 +13,7 @@ import torch
 
 from birkhoff.kernels import quant
 from birkhoff.kernels.packed.grids import grid
-from birkhoff.kernels.packed.types import PackedType
+from birkhoff.kernels.packed.types import Q8_ROWS, PackedType
 
 _FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -27,8 +27,22 @@ def dequantise(kind: PackedType, codes: torch.Tensor, scales: torch.Tensor | Non
         return quant.dequant_fp8(codes.view(torch.float8_e4m3fn), _present(scales))
     if kind.name == "FP4":
         return quant.dequant_fp4(codes, _present(scales))
+    if kind == Q8_ROWS:
+        columns = codes.shape[1] // kind.block_bytes * kind.block
+        pairs = codes[:, :columns].reshape(-1, columns // 64, 4, 2, 8).transpose(2, 3)  # of 32 columns
+        steps = codes[:, columns:].contiguous().view(torch.float16).float()
+        return ((pairs.reshape(-1, columns // 32, 32).float() - 128) * steps.unsqueeze(-1)).flatten(1)
     blocks = codes.reshape(-1, kind.block_bytes)
     return _DECODERS[kind.name](blocks).reshape(codes.shape[0], -1)
+
+
+def from_blocks(kind: PackedType, blocks: torch.Tensor) -> torch.Tensor:
+    """Rows of type `kind` from the rows of its `stored_type`, on the same device."""
+    if kind != Q8_ROWS:
+        return blocks
+    parts = blocks.reshape(len(blocks), -1, 2, kind.block_bytes)
+    codes = (parts[..., 2:] ^ 128).unflatten(-1, (4, 8)).transpose(2, 3)
+    return torch.cat((codes.reshape(len(blocks), -1), parts[..., :2].reshape(len(blocks), -1)), dim=1)
 
 
 def _present(scales: torch.Tensor | None) -> torch.Tensor:

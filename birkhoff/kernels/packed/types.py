@@ -2,7 +2,7 @@
 
 A row of a matrix is a sequence of blocks of `block` columns in `block_bytes` bytes. Types of the release have their
 scales in a second tensor: one E8M0 byte per tile of `tile` rows and columns. In ggml's types the scales are part of
-the block. MXFP4 and FP4 hold the same codes and scales in a different order.
+the block. MXFP4 and FP4 hold the same codes and scales in a different order, as do Q8_0 and Q8_ROWS.
 """
 
 from __future__ import annotations
@@ -68,4 +68,22 @@ _ALL = (
     PackedType("IQ4_XS", 15, 256, 136),
 )
 TYPES = {each.name: each for each in _ALL}
+
+# Q8_0 as GPU kernels read projections, in the same bytes per row: all codes of a row, then all its scales. Codes are
+# unsigned, 128 more than those of Q8_0. Of every 64 columns, eight of the first 32 are followed by eight of the last
+# 32: a lane's sixteen bytes belong to both scales, so that the four lanes of a row multiply codes of one at a time.
+Q8_ROWS = PackedType("Q8_ROWS", 16, 32, 34)
+Q8_ROWS_COLUMNS = 256  # whose bytes are a multiple of sixteen
+
+
+def stored_type(kind: PackedType) -> PackedType:
+    """The type of the blocks in a file from which a matrix of type `kind` is loaded."""
+    return TYPES["Q8_0"] if kind == Q8_ROWS else kind
+
+
+def gpu_type(kind: PackedType, columns: int) -> PackedType:
+    """The type in which a GPU holds a projection whose blocks are of type `kind`."""
+    return Q8_ROWS if kind == TYPES["Q8_0"] and columns % Q8_ROWS_COLUMNS == 0 else kind
+
+
 FLOAT_TYPES = {each.dtype: each for each in _ALL if each.dtype is not None}

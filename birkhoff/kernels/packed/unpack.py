@@ -61,7 +61,7 @@ def row_bytes(inner, TYPE: tl.constexpr):
         return inner
     elif TYPE == "FP4":
         return inner // 2
-    elif TYPE == "Q8_0":
+    elif TYPE == "Q8_0" or TYPE == "Q8_ROWS":
         return inner // 32 * 34
     elif TYPE == "MXFP4":
         return inner // 32 * 17
@@ -164,7 +164,7 @@ def _released_tile(
 
 @triton.jit
 def _simple_tile(codes, row, valid, k, tile, start, inner, TYPE: tl.constexpr, INNER: tl.constexpr):
-    """Q8_0 and MXFP4: blocks of 32 columns with one scale."""
+    """Q8_0, Q8_ROWS and MXFP4: one scale for 32 columns."""
     ROWS: tl.constexpr = valid.shape[0]
     GROUPS: tl.constexpr = INNER // 32
     g = start // 32 + tl.arange(0, GROUPS)
@@ -175,6 +175,10 @@ def _simple_tile(codes, row, valid, k, tile, start, inner, TYPE: tl.constexpr, I
         code = tl.load(codes + row + (k // 32 * 34 + 2 + l)[None, :], mask=tile, other=0)
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
         factor = _half(codes, row + (g * 34)[None, :], mask)
+    elif TYPE == "Q8_ROWS":
+        at = k // 64 * 64 + l // 8 * 16 + k // 32 % 2 * 8 + l % 8
+        value = (_byte(codes, row + at[None, :], tile) - 128).to(tl.float32)
+        factor = _half(codes, row + inner + (g * 2)[None, :], mask)
     else:
         byte = _byte(codes, row + (k // 32 * 17 + 1 + l % 16)[None, :], tile)
         value = decode_e2m1((byte >> (l // 16 * 4)[None, :]) & 15)
@@ -333,7 +337,7 @@ def unpack(codes, scales, grid, r, valid, start, inner, TYPE: tl.constexpr, INNE
         return _float_tile(codes, row, k, tile, inner, TYPE)
     elif TYPE == "FP8" or TYPE == "FP4":
         return _released_tile(codes, scales, r, row, valid, k, tile, start, inner, TYPE, INNER)
-    elif TYPE == "Q8_0" or TYPE == "MXFP4":
+    elif TYPE == "Q8_0" or TYPE == "Q8_ROWS" or TYPE == "MXFP4":
         return _simple_tile(codes, row, valid, k, tile, start, inner, TYPE, INNER)
     elif TYPE == "IQ4_XS":
         return _iq4_tile(codes, grid, row, valid, k, tile, start, inner, INNER)

@@ -130,7 +130,8 @@ class CudaBackend(BlockExperts):
         tiles = token_tiles(n)
         total = sum(weight.out for weight in weights)
         suffix = _DTYPE_SUFFIX[out.dtype]
-        warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None)
+        q8 = bool(codes) and not codes[0].is_fp8
+        warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None, q8)
         self._products(codes[0] if codes else None).launch(
             f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}",
             (-(-total // (16 * row_blocks)), 1),

@@ -146,11 +146,13 @@ def is_fp8_experts(w: ExpertLayerWeights) -> bool:
     return all(kind.name == "FP8" for kind in w.expert_types)
 
 
-def gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
+def gemv_variant(tiles: int, inner: int, total: int, grouped: bool, q8: bool = False) -> tuple[int, int, int]:
     """The fastest variant measured: warps that split K, blocks of 128 inputs each has in flight, and row blocks per
     thread block."""
     if tiles == 1:
-        return (8, 1, 1) if inner <= 1024 or grouped else (8, 3, 1) if total <= 8192 else (8, 2, 1)
+        if inner <= 1024 or grouped or (q8 and total > 8192):
+            return 8, 1, 1
+        return (8, 3, 1) if total <= 8192 else (8, 2, 1)
     if tiles == 2:
         return (4, 1, 1) if inner <= 1024 else (8, 1, 1)
     if tiles == 4:

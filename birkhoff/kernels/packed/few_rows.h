@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "decode.h"
+#include "digits.h"
 
 namespace {
 
@@ -170,13 +171,33 @@ void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, 
 }
 #endif
 
-// x with rows padded by zeros to whole vectors, and for FP4 also deinterleaved.
+// x with rows padded by zeros to whole vectors, for FP4 also deinterleaved, and for products of bytes its digits.
 struct Input {
     const float *rows;
     int64_t stride;
     int n;
     const float *deinterleaved;
     int64_t deinterleaved_stride;
+    const DigitChunk *digits;
+    int64_t digit_stride;
+};
+
+// The memory of an Input.
+struct InputBuffers {
+    std::vector<float> padded, deinterleaved;
+    std::vector<DigitChunk> digits;
+};
+
+// Which forms of x some types need besides rows.
+struct InputForms {
+    bool fp4, digits;
+    explicit InputForms(std::initializer_list<int64_t> types) : fp4(false), digits(false) {
+        for (int64_t type : types) add(type);
+    }
+    void add(int64_t type) {
+        fp4 |= type == FP4;
+        digits |= has_digits(type);
+    }
 };
 
 void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, float *out, int64_t out_stride) {
@@ -196,6 +217,21 @@ void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, floa
 #undef REGISTERS
     }
 #endif
+#if DIGITS
+#define BYTES(T) case T: return digit_rows<T>(m, first, stop, in.digits, in.digit_stride, in.n, out, out_stride)
+    switch (m.type) {
+        BYTES(Q2_K);
+        BYTES(Q3_K);
+        BYTES(Q4_K);
+        BYTES(Q5_K);
+        BYTES(Q6_K);
+        BYTES(IQ2_XXS);
+        BYTES(IQ2_XS);
+        BYTES(IQ3_XXS);
+        BYTES(IQ4_XS);
+    }
+#undef BYTES
+#endif
 #define ROWS(T) product_rows<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
     FOR_TYPE(m.type, ROWS)
 #undef ROWS
@@ -203,29 +239,37 @@ void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, floa
 
 int64_t whole(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
 
-Input prepare(const float *x, int64_t stride, int n, int64_t columns, bool fp4, std::vector<float> &padded,
-              std::vector<float> &deinterleaved) {
-    Input in{x, stride, n, nullptr, columns};
+Input prepare(const float *x, int64_t stride, int n, int64_t columns, const InputForms &forms, InputBuffers &buffers) {
+    Input in{x, stride, n, nullptr, columns, nullptr, columns / CHUNK};
     if (columns % LANES) {  // the loops read whole vectors
         const int64_t width = whole(columns);
-        padded.assign(n * width, 0.f);
-        for (int r = 0; r < n; r++) memcpy(&padded[r * width], x + r * stride, 4 * columns);
-        in.rows = padded.data();
+        buffers.padded.assign(n * width, 0.f);
+        for (int r = 0; r < n; r++) memcpy(&buffers.padded[r * width], x + r * stride, 4 * columns);
+        in.rows = buffers.padded.data();
         in.stride = width;
     }
-    if (fp4) {
-        deinterleaved.resize(n * columns);
+    if (forms.fp4) {
+        buffers.deinterleaved.resize(n * columns);
         for (int r = 0; r < n; r++) {
             const float *from = x + r * stride;
-            float *into = &deinterleaved[r * columns];
+            float *into = &buffers.deinterleaved[r * columns];
             for (int64_t g = 0; g < columns; g += 32)
                 for (int j = 0; j < 16; j++) {
                     into[g + j] = from[g + 2 * j];
                     into[g + 16 + j] = from[g + 2 * j + 1];
                 }
         }
-        in.deinterleaved = deinterleaved.data();
+        in.deinterleaved = buffers.deinterleaved.data();
     }
+#if DIGITS
+    if (forms.digits) {
+        buffers.digits.resize(n * in.digit_stride);
+        for (int r = 0; r < n; r++)
+            for (int64_t c = 0; c < in.digit_stride; c++)
+                split_chunk(x + r * stride + c * CHUNK, buffers.digits[r * in.digit_stride + c]);
+        in.digits = buffers.digits.data();
+    }
+#endif
     return in;
 }
 

@@ -13,7 +13,8 @@ namespace {
 
 // Buffers of the calling thread, kept between calls.
 struct Scratch {
-    std::vector<float> padded, deinterleaved, gate, hidden, partial;
+    InputBuffers input;
+    std::vector<float> packed, gate, hidden, partial;
 };
 thread_local Scratch scratch;
 
@@ -27,14 +28,14 @@ constexpr int64_t FEW_ROWS = 24;  // rows of x up to which decoding codes in reg
 // out[r, :] = x[r] . every matrix, side by side. All matrices have the same columns.
 void few_products(const Matrix *matrices, int count, const float *x, int64_t stride, int n, float *out,
                   int64_t out_stride, int threads) {
-    bool fp4 = false;
+    InputForms forms({});
     int64_t rows = 0;
     for (int i = 0; i < count; i++) {
-        fp4 |= matrices[i].type == FP4;
+        forms.add(matrices[i].type);
         rows += matrices[i].rows;
     }
     const int64_t columns = matrices[0].columns;
-    const Input in = prepare(x, stride, n, columns, fp4, scratch.padded, scratch.deinterleaved);
+    const Input in = prepare(x, stride, n, columns, forms, scratch.input);
     const int parts = parts_for(rows * columns, threads);
     pool().run(parts, threads, [&](int part) {
         // Rows [begin, end) of all matrices stacked, split at multiples of four.
@@ -53,18 +54,19 @@ void few_products(const Matrix *matrices, int count, const float *x, int64_t str
 void few_grouped(const Matrix &matrix, int64_t group, const float *x, int64_t stride, int n, float *out,
                  int64_t out_stride, int threads) {
     const int64_t groups = matrix.rows / group, columns = matrix.columns;
-    const bool fp4 = matrix.type == FP4;
+    const InputForms forms({matrix.type});
     // Inputs that must be padded are prepared one group at a time, the others all at once.
     const int64_t step = columns % LANES ? 1 : groups;
     for (int64_t begin = 0; begin < groups; begin += step) {
-        const Input in = prepare(x + begin * columns, stride, n, step * columns, fp4, scratch.padded, scratch.deinterleaved);
+        const Input in = prepare(x + begin * columns, stride, n, step * columns, forms, scratch.input);
         const int64_t rows = step * group, each = parts_for(rows * columns, threads);
         pool().run(int(each), threads, [&](int part) {
             const int64_t first = rows * part / each / 4 * 4, stop = part + 1 == each ? rows : rows * (part + 1) / each / 4 * 4;
             for (int64_t g = first / group; g < step && g * group < stop; g++) {
                 Input own = in;
                 own.rows += g * columns;
-                if (fp4) own.deinterleaved += g * columns;
+                if (forms.fp4) own.deinterleaved += g * columns;
+                if (forms.digits) own.digits += g * columns / CHUNK;
                 const int64_t from = std::max(first, g * group), to = std::min(stop, (g + 1) * group);
                 if (from < to) product(matrix, begin * group + from, begin * group + to, own, out, out_stride);
             }
@@ -112,7 +114,7 @@ void multiply_columns(const float *x, const float *weight, int64_t inner, int64_
 void few_experts(const Matrix *matrices, const float *transposed, int experts, const float *x, int n, const int64_t *ids,
                  const float *weights, int k, float limit, float *out, int threads) {
     const int64_t width = matrices[0].columns, inner = matrices[0].rows;
-    const bool fp4_in = matrices[0].type == FP4 || matrices[1].type == FP4, fp4_down = matrices[2].type == FP4;
+    const InputForms forms({matrices[0].type, matrices[1].type}), down_forms({matrices[2].type});
     struct Pair { int64_t expert; int row; float weight; };
     std::vector<Pair> pairs;
     pairs.reserve(n * k);
@@ -137,17 +139,17 @@ void few_experts(const Matrix *matrices, const float *transposed, int experts, c
     if (n > 1)
         for (int i = 0; i < total_pairs; i++) memcpy(&gathered[i * width], x + pairs[i].row * width, 4 * width);
     std::vector<Input> inputs(tasks.size()), middles(tasks.size());
-    std::vector<std::vector<float>> padded(2 * tasks.size()), split(2 * tasks.size());
+    std::vector<InputBuffers> buffers(2 * tasks.size());
     const bool shared_input = n == 1;
     for (size_t t = 0; t < tasks.size(); t++) {
         if (!shared_input) {
             const float *from = &gathered[tasks[t].first * width];
-            inputs[t] = prepare(from, width, tasks[t].count, width, fp4_in, padded[2 * t], split[2 * t]);
+            inputs[t] = prepare(from, width, tasks[t].count, width, forms, buffers[2 * t]);
             continue;
         }
-        inputs[t] = t ? inputs[0] : prepare(x, width, 1, width, fp4_in, padded[0], split[0]);
+        inputs[t] = t ? inputs[0] : prepare(x, width, 1, width, forms, buffers[0]);
         inputs[t].n = tasks[t].count;  // one row, as often as it lists the expert
-        inputs[t].stride = inputs[t].deinterleaved_stride = 0;
+        inputs[t].stride = inputs[t].deinterleaved_stride = inputs[t].digit_stride = 0;
     }
     const int parts = parts_for(int64_t(tasks.size()) * 2 * inner * width, threads);
     pool().run(parts, threads, [&](int part) {
@@ -163,7 +165,7 @@ void few_experts(const Matrix *matrices, const float *transposed, int experts, c
         }
     });
     for (size_t t = 0; t < tasks.size() && !transposed; t++)
-        middles[t] = prepare(&hidden[tasks[t].first * inner], inner, tasks[t].count, inner, fp4_down, padded[2 * t + 1], split[2 * t + 1]);
+        middles[t] = prepare(&hidden[tasks[t].first * inner], inner, tasks[t].count, inner, down_forms, buffers[2 * t + 1]);
     pool().run(parts, threads, [&](int part) {
         const int64_t first = width * part / parts / LANES * LANES;
         const int64_t stop = part + 1 == parts ? width : width * (part + 1) / parts / LANES * LANES;
@@ -185,7 +187,7 @@ void few_experts(const Matrix *matrices, const float *transposed, int experts, c
 void many_products(const Matrix *matrices, int count, const float *x, int64_t stride, int64_t n, float *out,
                    int64_t out_stride, int threads) {
     const int64_t columns = matrices[0].columns;
-    pack_rows([&](int64_t r) { return x + r * stride; }, n, columns, scratch.padded);
+    pack_rows([&](int64_t r) { return x + r * stride; }, n, columns, scratch.packed);
     struct Part { const Matrix *matrix; int64_t first, column; };
     std::vector<Part> parts;
     int64_t column = 0;
@@ -193,7 +195,7 @@ void many_products(const Matrix *matrices, int count, const float *x, int64_t st
         for (int64_t row = 0; row < matrices[i].rows; row += PANEL) parts.push_back({matrices + i, row, column + row});
         column += matrices[i].rows;
     }
-    const float *packed = scratch.padded.data();
+    const float *packed = scratch.packed.data();
     pool().run(int(parts.size()), threads, [&](int index) {
         const Part &part = parts[index];
         const int rows = int(std::min<int64_t>(PANEL, part.matrix->rows - part.first));
@@ -206,8 +208,8 @@ void many_grouped(const Matrix &matrix, int64_t group, const float *x, int64_t s
                   int64_t out_stride, int threads) {
     for (int64_t g = 0; g * group < matrix.rows; g++) {
         const float *columns = x + g * matrix.columns;
-        pack_rows([&](int64_t r) { return columns + r * stride; }, n, matrix.columns, scratch.padded);
-        const float *packed = scratch.padded.data();
+        pack_rows([&](int64_t r) { return columns + r * stride; }, n, matrix.columns, scratch.packed);
+        const float *packed = scratch.packed.data();
         const int64_t panels = (group + PANEL - 1) / PANEL;
         pool().run(int(panels), threads, [&](int panel) {
             const int64_t first = g * group + int64_t(panel) * PANEL;

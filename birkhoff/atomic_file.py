@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,15 @@ def atomic_path(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
         raise
     if sync:
         sync_directory(path.parent)
+
+
+def remove_partials(directory: Path, name: str = "*") -> None:
+    """Delete the temporary files that killed processes left in `directory`; nobody else may be writing there.
+
+    `name` is a pattern of the files they were to become."""
+    for partial in directory.glob(f"{name}.*.partial"):
+        if re.search(r"\.\d+\.partial$", partial.name):
+            partial.unlink(missing_ok=True)
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:

@@ -1,7 +1,8 @@
 """A local HTTP server that answers like the Hugging Face hub, for clients with HF_ENDPOINT set to it.
 
 It serves folders as repositories: revisions, the file tree, files with ranges. `log` has every request; `delay` slows
-the sending of files down so that a client can be killed in between; `break_once` cuts the first answer of a file."""
+the sending of files down and `hold` stops it, so that a client can be killed in between; `break_once` cuts the first
+answer of a file."""
 
 from __future__ import annotations
 
@@ -28,9 +29,23 @@ class HubServer(ThreadingHTTPServer):
         self.log: list[tuple[str, str, str | None]] = []  # method, path, range
         self.sent: dict[str, int] = {}  # bytes of each file sent in all
         self.delay = 0.0
+        self.held: set[str] = set()
+        self._released = threading.Event()
         self.break_once: set[str] = set()
         self.token: str | None = None
         self.gated: set[str] = set()
+
+    def hold(self, *names: str) -> None:
+        """Send nothing of the second halves of these files until `release`."""
+        self._released.clear()
+        self.held = set(names)
+
+    def release(self) -> None:
+        self.held = set()
+        self._released.set()
+
+    def await_release(self) -> None:
+        self._released.wait()
 
     @property
     def url(self) -> str:
@@ -117,6 +132,8 @@ class Handler(BaseHTTPRequestHandler):
             stop = start + (stop - start) // 2
             self.close_connection = True
         for at in range(start, stop, BLOCK):
+            if name in self.server.held and at >= len(data) // 2:
+                self.server.await_release()
             block = data[at : min(at + BLOCK, stop)]
             try:
                 self.wfile.write(block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -34,7 +35,7 @@ from birkhoff.capture.store.reader import read_request, read_sharded
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.convert.convert import _plan
 from birkhoff.convert.synth import synth
-from birkhoff.convert.write import run_conversion
+from birkhoff.convert.write import journal_path, run_conversion
 from birkhoff.sae.train import TrainOptions
 from birkhoff.server.process import serve
 from birkhoff.server.server_settings import ServerSettings
@@ -71,6 +72,7 @@ def forked(work: Callable[[], object], stdout: int | None = None) -> int:
     os.dup2(quiet if stdout is None else stdout, 1)
     os.dup2(quiet, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # a test runner has replaced them
+    torch.set_num_threads(1)  # the threads of OpenMP are not in a child, and a product would wait for them
     try:
         work()
     except BaseException:
@@ -87,6 +89,34 @@ def kill(child: int, seconds: float) -> bool:
         assert os.WEXITSTATUS(status) == 0, "the victim failed before it was killed"
         return False
     return True
+
+
+@dataclass
+class Units:
+    """Called by a victim before each unit of its work: says so on its standard output, and waits at `most` for its end.
+
+    So a kill after that many units or fewer finds it at work, however slow or busy the machine is."""
+
+    most: int
+    done: int = 0
+    parent: int = field(default_factory=os.getppid)
+
+    def __call__(self, *_: object) -> None:
+        os.write(1, b".")
+        self.done += 1
+        while self.done >= self.most and os.getppid() == self.parent:
+            time.sleep(0.05)
+
+
+def kill_within(work: Callable[[Units], object], units: int, dice: random.Random) -> bool:
+    """Run `work` in a forked child and kill it within the `units`-th unit or a few later; whether it was running."""
+    reader, writer = os.pipe()
+    child = forked(lambda: work(Units(units + 4)), writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        while units and pipe.read(1):
+            units -= 1
+        return kill(child, dice.uniform(0.0, 0.03))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -139,38 +169,35 @@ def kill_conversions(root: Path, kills: int, dice: random.Random) -> Count:
     count = Count("convert")
     synth(root / "tiny", "tiny", seed=9)
 
-    def run(out: Path, pause: float) -> None:
-        plan = _plan(open_checkpoint(root / "tiny"), out, "gguf", "mxfp4", "bf16", "upstream", True, 400_000)
+    def run(out: Path, units: Units | None = None) -> None:
+        formats = ("gguf", "mxfp4", "bf16") if out.suffix else ("safetensors", "bf16", "fp8")
+        plan = _plan(open_checkpoint(root / "tiny"), out, *formats, "upstream", True, 400_000)
+        run_conversion(plan, 2, False, progress=units, sync_bytes=20_000)
 
-        def progress(done: int, total: int) -> None:
-            os.write(1, b".")
-            time.sleep(pause)
+    def complete(out: Path) -> bool:
+        last = out if out.suffix else out / "conversion.json"
+        return last.exists() and not journal_path(out).exists()
 
-        run_conversion(plan, 2, False, progress=progress if pause else None, sync_bytes=20_000)
-
-    (root / "whole").mkdir()
-    run(root / "whole/m.gguf", 0)
-    expected = digests(root / "whole")
-    while count.kills < kills:
-        again = root / "again"
-        again.mkdir()
+    expected: dict[str, dict[str, str]] = {}
+    for name in itertools.cycle(("m.gguf", "m")):
+        if count.kills >= kills:
+            return count
+        if name not in expected:
+            run(root / "whole" / name)
+            expected[name] = digests(root / "whole")
+            shutil.rmtree(root / "whole")
+        out = root / "again" / name
         for _ in range(min(8, kills - count.kills)):
-            reader, writer = os.pipe()
-            child = forked(lambda again=again: run(again / "m.gguf", 0.01), writer)
-            os.close(writer)
-            with os.fdopen(reader, "rb", buffering=0) as pipe:
-                for _ in range(dice.randrange(1, 12)):  # units: the clock of a busy machine says little
-                    pipe.read(1)
-                killed = kill(child, dice.uniform(0.0, 0.03))
-            count.in_time += killed
+            work = lambda units, out=out: run(out, units)  # noqa: E731
+            count.in_time += kill_within(work, dice.randrange(1, 12), dice)
             count.kills += 1
-            if not killed:  # finished and published: another start would refuse to overwrite it
+            if complete(out):  # another start would refuse to overwrite it
                 break
-        if not (again / "m.gguf").exists() or list(again.glob(".*.journal")):
-            run(again / "m.gguf", 0)
+        if not complete(out):
+            run(out)
         count.acknowledged += 1
-        count.unequal += digests(again) != expected
-        shutil.rmtree(again)
+        count.unequal += digests(out.parent) != expected[name]
+        shutil.rmtree(out.parent)
     return count
 
 
@@ -184,9 +211,10 @@ def kill_downloads(root: Path, kills: int, dice: random.Random) -> Count:
             home = root / "home"
             command = [sys.executable, "-c", PRELUDE + PULL]
             server.delay = 0.03
+            server.hold(max(expected, key=lambda name: (root / "tiny" / name).stat().st_size))
             for _ in range(min(5, kills - count.kills)):
-                process = subprocess.Popen(command, env=environment(server, home), stderr=subprocess.DEVNULL)
                 asked = len(server.log)
+                process = subprocess.Popen(command, env=environment(server, home), stderr=subprocess.DEVNULL)
                 while len(server.log) == asked and process.poll() is None:
                     time.sleep(0.01)
                 time.sleep(dice.uniform(0.0, 0.8))
@@ -194,6 +222,7 @@ def kill_downloads(root: Path, kills: int, dice: random.Random) -> Count:
                 count.in_time += process.wait() == -signal.SIGKILL
                 count.kills += 1
             server.delay = 0.0
+            server.release()
             subprocess.run(command, env=environment(server, home), check=True, capture_output=True)
             snapshots = [path for path in home.rglob("snapshots/*") if path.is_dir()]
             count.acknowledged += 1
@@ -210,12 +239,12 @@ class Rows:
     layer: int = 1
     view: str = "single"
     batch_rows: int = 64
-    pause: float = 0.0
+    each: Callable[[], object] = lambda: None
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(epoch)
         for _ in range(16):
-            time.sleep(self.pause)
+            self.each()
             yield torch.randn(self.batch_rows, 16, generator=generator)
 
 
@@ -228,8 +257,8 @@ def kill_trainings(root: Path, kills: int, dice: random.Random) -> Count:
     while count.kills < kills:
         again = root / "again"
         for _ in range(min(6, kills - count.kills)):
-            work = lambda again=again: train_sae(Rows(pause=0.01), options, again, every=3)  # noqa: E731
-            count.in_time += kill(forked(work), dice.uniform(0.05, 0.8))
+            work = lambda units, again=again: train_sae(Rows(each=units), options, again, every=3)  # noqa: E731
+            count.in_time += kill_within(work, dice.randrange(1, 50), dice)
             count.kills += 1
         train_sae(Rows(), options, again, every=3)
         count.acknowledged += 1
@@ -275,7 +304,7 @@ def kill_servers(root: Path, kills: int, dice: random.Random) -> Count:
             prompt, name = PROMPTS[(worker + index) % len(PROMPTS)], f"{number}-{worker}-{index}"
             try:
                 answer = httpx2.post(
-                    f"{url}/v1/chat/completions", json=capture_body(prompt, name), timeout=30
+                    f"{url}/v1/chat/completions", json=capture_body(prompt, name), timeout=300
                 )
             except httpx2.HTTPError:
                 return

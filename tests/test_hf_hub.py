@@ -168,30 +168,28 @@ def test_a_broken_connection_continues_where_it_broke(tmp_path):
 
 
 def test_a_killed_download_is_not_a_model_and_is_resumed(server, tiny, tmp_path):
-    server.delay = 0.05
+    held = server.files("org/tiny")
+    name = max(held, key=lambda name: held[name][0].stat().st_size)
+    server.hold(name)
     command = [sys.executable, "-m", "birkhoff", "pull", "org/tiny"]
     killed = subprocess.Popen(command, env=environment(server, tmp_path), stderr=subprocess.DEVNULL)
     blobs = tmp_path / "hub/models--org--tiny/blobs"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        whole = [p for p in blobs.glob("*") if p.suffix != ".incomplete"] if blobs.is_dir() else []
-        if len(whole) >= 3 and any(blobs.glob("*.incomplete")):
-            break
+    whole: set[str] = set()
+    while len(whole) < len(held) - 1 or not any(blobs.glob("*.incomplete")):
+        assert killed.poll() is None, "it ended, although the server holds a file"
         time.sleep(0.02)
+        whole = {path.name for path in blobs.glob("*") if path.suffix != ".incomplete"}
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert list(blobs.glob("*.incomplete")), "it was killed while it wrote"
+    server.release()
     output = refusal("resolve('org/tiny')", None, tmp_path)
     assert (
         "is not complete" in output and "shards are missing" in output and "birkhoff pull org/tiny" in output
     )
-    server.delay, whole_before = 0.0, {p.name for p in whole}
     server.sent.clear()
     subprocess.run(command, env=environment(server, tmp_path), check=True, capture_output=True, timeout=120)
     digests = {digest: name for name, (_, digest) in server.files("org/tiny").items()}
-    assert not any(server.sent.get(digests[name], 0) > 1 << 17 for name in whole_before), (
-        "complete files are kept"
-    )
+    assert not any(server.sent.get(digests[name], 0) > 1 << 17 for name in whole), "complete files are kept"
     assert not list(blobs.glob("*.incomplete")), "what the killed process left is removed"
     snapshot = Path(python("print(resolve('org/tiny'))", None, tmp_path).strip())
     assert all((snapshot / f.name).read_bytes() == f.read_bytes() for f in tiny.iterdir())

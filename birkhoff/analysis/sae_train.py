@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from birkhoff import notebook
 from birkhoff.analysis.sae_rows import LiveBatches, LiveRows, RowSource
-from birkhoff.atomic_file import save_tensors, write_atomic
+from birkhoff.atomic_file import remove_partials, save_tensors, write_atomic
 from birkhoff.byte_size import format_bytes
 from birkhoff.errors import OptionError, SaeError, SaeFileError
 from birkhoff.option_checks import check_float
@@ -142,7 +142,10 @@ def restore_trainer(
     device: torch.device | str = "cpu",
     feed: _EpochFeed | None = None,
 ) -> Trainer | None:
-    """Return the trainer of an interrupted run in `out`, with `feed` where that run was; or None."""
+    """Return the trainer of an interrupted run in `out`, with `feed` where that run was; or None.
+
+    What a killed run was writing is deleted: a state can be as large as all memory of the training."""
+    remove_partials(out)
     try:
         saved = read_json(out / SETTINGS)
         with safe_open(out / STATE, "pt") as stored:

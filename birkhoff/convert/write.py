@@ -9,6 +9,7 @@ own name last; then the journal is deleted. Several threads share the work, each
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birkhoff.atomic_file import sync_directory, write_atomic
+from birkhoff.atomic_file import remove_partials, sync_directory, write_atomic
 from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, RoundingStats
 from birkhoff.errors import BirkhoffError, ConvertError
 
@@ -264,14 +265,20 @@ def _publish(plan: ConversionPlan, result: WriteResult) -> None:
     }
     directory = plan.destination if plan.texts else plan.destination.parent
     name = "conversion.json" if plan.texts else f"{plan.destination.name}.json"
-    write_atomic(directory / name, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    _publish_text(directory / name, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     for file in reversed(plan.files):
         if partial_path(file.path).exists():
             os.replace(partial_path(file.path), file.path)
     sync_directory(directory)
     for text_name, text in plan.texts.items():
         (directory / text_name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(directory / text_name, text)
+        _publish_text(directory / text_name, text)
+
+
+def _publish_text(path: Path, text: str) -> None:
+    """Write a file, and delete what a run that was killed meanwhile left of it."""
+    remove_partials(path.parent, glob.escape(path.name))
+    write_atomic(path, text)
 
 
 def _sync(log: Any) -> None:

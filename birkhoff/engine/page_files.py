@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
-from birkhoff.atomic_file import write_atomic
+from birkhoff.atomic_file import remove_partials, write_atomic
 from birkhoff.dtype_names import dtype_name
 from birkhoff.small_file import read_bytes
 
 MAGIC = b"birkhoff page 1\n"
 DIGEST_BYTES = 16
-SUFFIX, PARTIAL_SUFFIX = ".page", ".partial"
+SUFFIX = ".page"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Tensors = Mapping[str, torch.Tensor]
 
@@ -96,8 +96,7 @@ class PageFiles:
 
     def _scan(self, root: Path) -> None:
         """Delete partial files of this model and list all pages by last use."""
-        for partial in self.folder.glob(f"*{PARTIAL_SUFFIX}"):
-            partial.unlink(missing_ok=True)
+        remove_partials(self.folder)
         pages = []
         for path in root.glob(f"*/*{SUFFIX}"):
             status = path.stat()

@@ -12,11 +12,13 @@ from birkhoff import Add, Call, Capture
 from birkhoff.analysis.crosscoder_splice import crosscoder_loss, splice
 from birkhoff.analysis.crosscoder_train import SiteRowSource, train_crosscoder
 from birkhoff.analysis.harvest import harvest
+from birkhoff.analysis.sae_train import STATE
 from birkhoff.errors import CaptureFileError, OptionError, SaeError, SaeFileError
 from birkhoff.sae.crosscoder import WEIGHTS, Crosscoder, SitePart
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
 from tests.cli.conftest import birkhoff
+from tests.killed_write import kill_while_writing
 
 STREAMS = "mhc_streams_pre_attn"
 IDS = [5, 9, 40, 77, 12, 30, 8, 19, 101, 56]
@@ -239,6 +241,7 @@ def test_training_explains_rows_and_resumes_to_equal_bits(run, tmp_path, outputs
 
     with pytest.raises(Interrupted):
         train_crosscoder(source(), OPTIONS, tmp_path / "part", every=10, progress=stop)
+    kill_while_writing(tmp_path / "part" / STATE)
     again = train_crosscoder(source(), OPTIONS, tmp_path / "part", every=10)
     assert torch.equal(again.crosscoder.sae.encoder, whole.crosscoder.sae.encoder)
     assert torch.equal(again.crosscoder.sae.decoder, whole.crosscoder.sae.decoder)

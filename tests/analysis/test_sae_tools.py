@@ -11,7 +11,7 @@ from birkhoff import Add, Capture
 from birkhoff.analysis.sae_features import collect_features, explain, promoted_tokens, save_features
 from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, zero_sae
 from birkhoff.analysis.sae_rows import LiveRows, StoreRows, check_view, view_rows
-from birkhoff.analysis.sae_train import STATE, check_share, share_device, train_sae
+from birkhoff.analysis.sae_train import SETTINGS, STATE, check_share, share_device, train_sae
 from birkhoff.errors import OptionError, SaeError
 from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.compact import compact, rounded
@@ -20,6 +20,7 @@ from birkhoff.sae.evaluate import quality
 from birkhoff.sae.load_saelens import WEIGHTS
 from birkhoff.sae.train import TrainOptions
 from tests.api.conftest import open_engine
+from tests.killed_write import kill_while_writing
 
 HOOK, LAYER, PLANTED, WINDOW = "mlp_out", 2, 24, 2
 STREAMS = "mhc_streams_pre_attn"
@@ -95,12 +96,17 @@ def test_an_interrupted_training_gives_the_same_sae(store, tmp_path):
     with pytest.raises(Stop):
         train_sae(source, options, tmp_path / "cut", every=5, progress=stop)
     assert (tmp_path / "cut" / STATE).is_file()
+    for name in (STATE, SETTINGS, WEIGHTS):
+        kill_while_writing(tmp_path / "cut" / name)
     with pytest.raises(SaeError, match="other settings"):
         train_sae(source, TrainOptions(32, k=3, steps=24), tmp_path / "cut")
     seen = []
     again = train_sae(source, options, tmp_path / "cut", progress=lambda report: seen.append(report.step))
     assert seen[0] == 16 and torch.equal(again.sae.decoder, whole.sae.decoder)
-    assert again.sae.digest == whole.sae.digest and not (tmp_path / "cut" / STATE).exists()
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / run).iterdir()} for run in ("cut", "whole")
+    ]
+    assert again.sae.digest == whole.sae.digest and written[0] == written[1]
 
 
 def test_a_device_is_shared_by_model_and_training():

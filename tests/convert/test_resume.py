@@ -6,10 +6,6 @@ import hashlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,21 +15,7 @@ from birkhoff.convert.synth import synth
 from birkhoff.convert.write import journal_path, run_conversion
 from birkhoff.errors import ConvertError
 from birkhoff.weights.checkpoint import open_checkpoint
-from tests.sizes import scaled
-
-SLOW = """
-import sys, time
-from pathlib import Path
-from birkhoff.convert.convert import _plan
-from birkhoff.convert.write import run_conversion
-from birkhoff.weights.checkpoint import open_checkpoint
-
-source, out, to, shard = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-formats = ("mxfp4", "bf16") if to == "gguf" else ("bf16", "fp8")
-work = _plan(open_checkpoint(source), out, to, *formats, "upstream", True, shard)
-print("ready", flush=True)
-run_conversion(work, 2, False, progress=lambda done, total: time.sleep(0.004), sync_bytes=20_000)
-"""
+from tests.killed_write import kill_while_writing
 
 
 class Stop(Exception):
@@ -90,25 +72,17 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
     assert digests(tmp_path / "again") == expected
 
 
-@pytest.mark.parametrize("to", scaled(["gguf", "safetensors"], ["gguf"]))
-def test_killed_at_random_instants_the_bytes_are_the_same(to, tiny, tmp_path):
-    name = "m.gguf" if to == "gguf" else "m"
-    run_conversion(plan(tiny, tmp_path / "whole" / name, to), 2, False)
-    out = tmp_path / "again" / name
-    rng, kills, wanted = random.Random(5), 0, scaled(10, 1)
-    command = [sys.executable, "-c", SLOW, str(tiny), str(out), to, "400000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    while kills < wanted:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        assert child.stdout.readline() == b"ready\n"
-        time.sleep(rng.random() * (0.35 if wanted > 1 else 0.6))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        kills += 1
-    done = run_conversion(plan(tiny, out, to), 2, False)
-    print(f"{to}: {kills} kills, {done.resumed_units} parts were there already")
-    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
+@pytest.mark.parametrize("to", ["gguf", "safetensors"])
+def test_what_a_process_left_that_was_killed_while_it_published_is_removed(to, tiny, tmp_path):
+    out, manifest = tmp_path / "m", tmp_path / "m/conversion.json"
+    if to == "gguf":
+        out, manifest = tmp_path / "m.gguf", tmp_path / "m.gguf.json"
+    manifest.parent.mkdir(exist_ok=True)
+    left = kill_while_writing(manifest)
+    (tmp_path / "other.json.7.partial").touch()
+    run_conversion(plan(tiny, out, to), 2, False)
+    assert manifest.is_file() and not left.exists()
+    assert (tmp_path / "other.json.7.partial").exists(), "of another file, which may be being written"
 
 
 def test_a_torn_journal_is_cut_and_a_foreign_one_refused(tiny, tmp_path):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.named_contexts import MAX_NAMES, NamedContexts
-from birkhoff.engine.page_files import MAGIC, PARTIAL_SUFFIX, PageFiles, _digest, decode, encode
+from birkhoff.engine.page_files import MAGIC, PageFiles, _digest, decode, encode
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
@@ -72,7 +72,7 @@ def test_a_later_process_reuses_the_pages_of_an_earlier_one(model, tmp_path):
     first = engine(model, tmp_path)
     run(first, ask(TEXTS[0][:400]))
     first.close()
-    assert len(files_of(tmp_path)) == 3 and not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
+    assert len(files_of(tmp_path)) == 3 and not list(tmp_path.glob("*/*.partial"))
     later, cold = engine(model, tmp_path), engine(model, prefix_bytes=0)
     (warm,), (plain,) = run(later, ask(TEXTS[0][:400])), run(cold, ask(TEXTS[0][:400]))
     assert warm.cached_tokens == 384 and warm.logprobs == plain.logprobs, "bit-identical"
@@ -199,28 +199,28 @@ def test_a_failing_disk_only_disables_the_disk_cache(model, tmp_path):
 
 
 VICTIM = """
-import sys, torch
-from pathlib import Path
+import signal, sys, torch
 from birkhoff.engine.page_files import PageFiles
 files, big = PageFiles(sys.argv[1], b"m" * 16, 2**30), torch.arange(2**17).float()
 print("ready", flush=True)
-number = 0
-while True:
+for number in range(200):
     files.write(number.to_bytes(16, "big"), {"page x": big + number, "rows y": big[:5] + number})
-    number += 1
+    print(number, flush=True)
+signal.pause()
 """
 
 
 @pytest.mark.parametrize("after", [0.03, 0.11, 0.2][: scaled(3, 1)])
 def test_a_process_killed_while_writing_leaves_no_invalid_page(tmp_path, after):
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(tmp_path)], stdout=subprocess.PIPE)
-    assert victim.stdout.readline() == b"ready\n"
-    time.sleep(after)
+    for line in (b"ready\n", b"0\n"):
+        assert victim.stdout.readline() == line
+    time.sleep(after)  # somewhere in a later page
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
     victim.stdout.close()
     files, big = PageFiles(tmp_path, b"m" * 16, 2**30), torch.arange(2**17).float()
-    assert not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
+    assert not list(tmp_path.glob("*/*.partial"))
     whole = len(files_of(tmp_path))
     assert whole >= 1
     for index in range(whole):

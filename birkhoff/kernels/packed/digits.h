@@ -319,6 +319,7 @@ template <> struct ByteCodes<IQ4_XS> {
 template <int T, int ROWS, int X>
 void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t stride, float *out, int64_t out_stride) {
     typedef ByteCodes<T> Codes;
+    const bool large = is_large(m);
     __m256 acc[ROWS][X];
 #pragma GCC unroll 4
     for (int w = 0; w < ROWS; w++)
@@ -334,7 +335,7 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
             codes[w].begin(block);
             if (X == 1)  // the rows after these: short rows end before hardware prefetch pays
 #pragma GCC unroll 4
-                for (int b = 0; b < Codes::BYTES; b += 64) __builtin_prefetch(block + ROWS * m.row_bytes + b, 0, 3);
+                for (int b = 0; b < Codes::BYTES; b += 64) prefetch(block + ROWS * m.row_bytes + b, large);
 #pragma GCC unroll 4
             for (int r = 0; r < X; r++) {
                 part[w][r] = _mm256_setzero_ps();

@@ -15,9 +15,6 @@ namespace {
 
 constexpr int WEIGHT_ROWS = 4;
 
-// A hint only: addresses behind the end of a matrix are harmless.
-inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
-
 // acc[r][w] += x[r] . buffer[w] over CHUNK columns (zero-padded), for X rows of x.
 template <int X> inline void multiply(const float *x, int64_t stride, const float (*buffer)[CHUNK], int count, Vec *acc) {
     Vec sums[X][WEIGHT_ROWS];
@@ -43,6 +40,7 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
     Vec acc_few[4 * WEIGHT_ROWS];
     std::unique_ptr<Vec[]> acc_many(n > 4 ? new Vec[n * WEIGHT_ROWS] : nullptr);
     Vec *acc = n > 4 ? acc_many.get() : acc_few;
+    const bool large = is_large(m);
     for (int64_t row = first; row < stop; row += WEIGHT_ROWS) {
         const int weight_rows = int(std::min<int64_t>(WEIGHT_ROWS, stop - row));
         memset(acc, 0, sizeof(Vec) * n * WEIGHT_ROWS);
@@ -51,7 +49,7 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
             const int64_t from = m.row_bytes * start / m.columns, chunk_bytes = m.row_bytes * count / m.columns;
             for (int w = 0; w < WEIGHT_ROWS; w++) {
                 const uint8_t *next = m.codes + (row + WEIGHT_ROWS + w) * m.row_bytes + from;
-                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b);
+                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b, large);
                 if (w < weight_rows)
                     decode<T>(m.codes + (row + w) * m.row_bytes, scales_of(m, row + w), start, count, buffer[w]);
                 if (w >= weight_rows) memset(buffer[w], 0, sizeof buffer[w]);
@@ -76,7 +74,9 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
     const __m512 table = _mm512_loadu_ps(fp4_levels);
     __m512 acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
-    const int64_t next = ROWS * m.row_bytes;  // the rows after these: short rows end before hardware prefetch pays
+    const bool large = is_large(m);
+    // The rows after these: short rows end before hardware prefetch pays.
+    const int64_t next = ROWS == 1 ? 2048 : ROWS * m.row_bytes;
     for (int w = 0; w < ROWS; w++) {
         for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
         codes[w] = m.codes + (row + w) * m.row_bytes;
@@ -90,7 +90,7 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
                 x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
             }
             if (X == 1 && g % (T == Q8_0 ? 2 : 4) == 0)  // about a cache line of every row
-                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g);
+                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g, large);
             for (int w = 0; w < ROWS; w++) {
                 __m512 low, high, scale;
                 if (T == Q8_0) {
@@ -119,8 +119,8 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
                 for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
             if (X == 1)
                 for (int w = 0; w < ROWS; w++) {
-                    prefetch(codes[w] + next + start);
-                    prefetch(codes[w] + next + start + 64);
+                    prefetch(codes[w] + next + start, large);
+                    prefetch(codes[w] + next + start + 64, large);
                 }
             for (int64_t k = start; k < stop; k += 16) {
                 for (int w = 0; w < ROWS; w++) {
@@ -166,7 +166,9 @@ template <int T>
 void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
                   int64_t out_stride) {
     int64_t row = first;
-    for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
+    // Short rows one after the other: four at a time are more streams than the hardware follows.
+    const bool in_turn = n == 1 && T != FP4 && T != MXFP4 && m.columns >= 512 && m.columns <= 2048;
+    for (; row + 4 <= stop && !in_turn; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
     for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
 }
 #endif

@@ -248,6 +248,8 @@ CLASSES = {
     "route": "routing",
     "experts_gate_up": "experts",
     "experts_down": "experts",
+    "digits_gate_up": "experts",
+    "digits_down": "experts",
     "_norm_rope_store": "small stage",
     "_score": "indexer",
     "topk": "indexer",

@@ -183,6 +183,8 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
                 buffers.pair_order,
                 buffers.expert_slots,
                 c.routed_scaling_factor,
+                buffers.x_fp16,
+                buffers.x_digits,
             )
             used += int((buffers.expert_slots[:, 2] > 0).sum())
         each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)

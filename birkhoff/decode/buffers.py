@@ -38,6 +38,7 @@ class DecodeBuffers:
         fp16_inputs: bool,
         processors: int,
         released: bool = False,
+        digits: bool = False,
     ):
         from birkhoff.kernels.attend.decode import split_keys
         from birkhoff.kernels.mhc.decode import COUNT, padded, slices
@@ -101,7 +102,12 @@ class DecodeBuffers:
                 torch.empty_like(like, dtype=torch.float16)
                 for like in (self.x, self.x, self.latent, self.heads_out)
             )
-        elif released:
+        self.x_digits = self.hidden_digits = None
+        if digits:
+            self.x_digits, self.hidden_digits = (
+                empty(count, 4 * width, dtype=torch.uint8) for count, width in ((rows, d), (rows * k, inner))
+            )
+        if released and not fp16_inputs:
             self.x_fp16, self.latent_fp16 = torch.empty_like(self.x), torch.empty_like(self.latent)
 
     def replace(self, **tensors: torch.Tensor) -> DecodeBuffers:

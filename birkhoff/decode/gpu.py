@@ -43,6 +43,7 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.kernels.decode_buffers import is_fp4
 from birkhoff.model.linear import Linear
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
@@ -158,6 +159,7 @@ class Decoder:
             fp16_inputs=self.kernels.fp16_inputs,
             processors=self.processors,
             released=self.released,
+            digits=rows > 1 and self._takes_digits(),
         )
 
     def step(self, buffers: DecodeBuffers, taps: DecodeTaps = NO_TAP) -> torch.Tensor:
@@ -424,6 +426,16 @@ class Decoder:
         angles = (buffers.positions.unsqueeze(-1) - self._steps_back).float().unsqueeze(-1) * self._omega
         torch.cos(angles, out=buffers.cos)
         torch.sin(angles, out=buffers.sin)
+
+    def _takes_digits(self) -> bool:
+        """Whether FP4 experts read their inputs in digits. Not those of a store: experts in host memory and on the
+        device give the same bits."""
+        if self.released or self.store is not None or not isinstance(self.kernels, CudaBackend):
+            return False
+        layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
+        return self.kernels.reads_digits(self.config) and all(
+            is_fp4(w) and w.shared_down.is_fp8 for w in layers
+        )
 
     def _unsupported_by_cuda(self) -> str | None:
         """Why the CUDA kernels cannot run the model (device, widths, form of its weights), or None."""

@@ -48,6 +48,10 @@ class ExpertBuffers(StreamBuffers, Protocol):
     blocks_done: torch.Tensor  # [1] int32, zero between launches
     expert_hidden: torch.Tensor  # [n * k, i]
     shared_hidden: torch.Tensor  # [n, i]
+    x_digits: (
+        torch.Tensor | None
+    )  # [n, 4 d] uint8: x in digits (cuda/digit_experts.cu); None where they are not read
+    hidden_digits: torch.Tensor | None  # [n * k, 4 i] uint8, instead of expert_hidden
     expert_out: torch.Tensor  # [n, k + 1, d] float32; the last is the shared expert's
 
 

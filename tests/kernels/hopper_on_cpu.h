@@ -63,11 +63,15 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 inline void wgmma_wait_all() {}
 template <int COUNT> void hold(float (&)[COUNT]) {}
+template <int PENDING, int COUNT> void wait_for_products(float (&)[4][COUNT]) {}
 
 inline void copy16(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
 inline void copy16_of_line(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
 inline void copy4(unsigned to, const void* from) { memcpy(memory + to, from, 4); }
 inline void copy8(unsigned to, const void* from) { memcpy(memory + to, from, 8); }
+inline void copy_or_zero16(unsigned to, const void* from, bool valid) {
+    valid ? memcpy(memory + to, from, 16) : memset(memory + to, 0, 16);
+}
 inline void copies_commit() {}
 template <int PENDING> void copies_wait() {}
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
@@ -89,6 +93,7 @@ inline unsigned e4m3_code(float v) {  // the nearest one, ties to even
     }
     return best | (v < 0 ? 128 : 0);
 }
+inline unsigned digit_code(float v) { return e4m3_code(v); }
 
 // D[64, N] += A[64, 32] B[32, N]: the rows of a warp are its own, B is at the address of its descriptor, swizzled.
 template <int N>
@@ -105,6 +110,7 @@ void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
             const unsigned code = all.a[g * 4 + k % 16 / 4][upper + k / 16 * 2] >> 8 * (k % 4) & 255;
             unsigned at = start + n * 128 + k;
             at ^= (at >> 7 & 7) << 4;
+            if (!(b >> 62)) at = start + k / 16 * ((b >> 16 & 0x3FFF) << 4) + n / 8 * 128 + n % 8 * 16 + k % 16;
             total += (double)of_e4m3(code) * of_e4m3(memory[at]);
         }
         d[i] = (float)total;

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
 MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
+# Digits of digit_experts.cu reach 256 times these: normalised inputs of experts, and SwiGLU of clamped numbers times a
+# routing weight. Its shared memory has four stages.
+DIGITS_X, DIGITS_Z, DIGITS_MEMORY = 16.0, 1.0, 4 * (64 * 128 + 64 * 8 + 4 * 1024)
 _DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _FP16_OCTAVES = 29
 
@@ -95,9 +98,19 @@ class CudaBackend(BlockExperts):
             (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
         ]
         sources += sorted(type_sources(types))
+        hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        sources += [("digit_experts.cu", ())] * hopper
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
         self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
+        self._digits = modules[-1] if hopper else None
+
+    def reads_digits(self, config: V4Config) -> bool:
+        """Whether FP4 experts of several tokens are multiplied by digit_experts.cu: on Hopper, with whole rounds of its
+        stages, and if the results of SwiGLU are within the range of digits."""
+        largest = config.swiglu_limit**2 * config.routed_scaling_factor
+        whole = config.hidden_size % 1024 == 0 and config.moe_intermediate_size % 1024 == 0
+        return self._digits is not None and whole and largest <= 256 * DIGITS_Z
 
     def gemv(
         self,
@@ -174,7 +187,7 @@ class CudaBackend(BlockExperts):
             swiglu(both[:, experts:], buffers.shared_hidden, limit)
             plan = (buffers.topk_weights, buffers.pair_order, buffers.expert_slots, factor)
             table = (w.router_bias, w.hash_table, buffers.token_ids, w.expert_addresses)
-            self.route(both[:, :experts], *table, ids, *plan)
+            self.route(both[:, :experts], *table, ids, *plan, buffers.x_fp16, buffers.x_digits)
             return
         inputs = (
             w.shared_gate_up.weight,
@@ -229,7 +242,15 @@ class CudaBackend(BlockExperts):
             float(limit),
             pdl=self.pdl,
         )
-        self.route(logits[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor)
+        self.route(
+            logits[:, :experts],
+            *routing,
+            buffers.pair_order,
+            buffers.expert_slots,
+            factor,
+            buffers.x_fp16,
+            buffers.x_digits,
+        )
 
     def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
         """Gate and up of the routed experts: x_fp4_order -> expert_hidden, times the routing weight."""
@@ -247,9 +268,12 @@ class CudaBackend(BlockExperts):
                 variant = block_variant(w.expert_types[0].name, "gate_up", buffers.rows, host)
                 self.block_gate_up(w, buffers, limit, variant)
             return
-        warps, suffix = 2 if buffers.rows == 1 else 4, _host_suffix(w)
+        if buffers.x_digits is not None:
+            self._digits_gate_up(buffers, limit)
+            return
+        warps, suffix = 4 if 1 < buffers.rows < 16 else 2, _host_suffix(w)
         if buffers.rows >= 16 and not suffix:
-            warps, suffix = 2, "_many"
+            suffix = "_many"
         offset = w.scale_offsets[0]
         assert offset is not None
         self._experts.launch(
@@ -297,6 +321,9 @@ class CudaBackend(BlockExperts):
                 variant = block_variant(w.expert_types[1].name, "down", buffers.rows, host)
                 self.block_down(w, buffers, variant, w.shared_down if fused else None)
             return
+        if buffers.hidden_digits is not None:
+            self._digits_down(w, buffers)
+            return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
         assert offset is not None
@@ -321,6 +348,53 @@ class CudaBackend(BlockExperts):
             n,
             *_host_range(w),
             pdl=self.pdl,
+        )
+
+    def _digits_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
+        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
+        assert self._digits is not None
+        self._digits.launch(
+            "digits_gate_up",
+            (inner // 32, buffers.expert_slots.shape[0]),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_digits,
+            buffers.hidden_digits,
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            float(limit),
+            64.0 * DIGITS_X,
+            1 / DIGITS_Z,
+            pdl=self.pdl,
+            shared=DIGITS_MEMORY,
+        )
+
+    def _digits_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
+        inner, (n, width) = buffers.expert_hidden.shape[1], buffers.x.shape
+        slots = buffers.expert_slots.shape[0]
+        assert self._digits is not None
+        self._digits.launch(
+            "digits_down",
+            (width // 64, slots + -(-n // 8)),
+            128,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.hidden_digits,
+            buffers.expert_out,
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            64.0 * DIGITS_Z,
+            w.shared_down.weight,
+            w.shared_down.scale,
+            buffers.shared_hidden,
+            n,
+            pdl=self.pdl,
+            shared=DIGITS_MEMORY,
         )
 
     def write_and_mix(
@@ -410,12 +484,16 @@ class CudaBackend(BlockExperts):
         order: torch.Tensor,
         slots: torch.Tensor,
         factor: float,
+        x: torch.Tensor | None = None,
+        digits: torch.Tensor | None = None,
     ) -> None:
-        """As `experts.decode.route`; slots also receive the addresses of their expert."""
+        """As `experts.decode.route`; slots also receive the addresses of their expert. `digits`, if given, receives
+        those of x."""
         n, experts = logits.shape
+        groups = 0 if digits is None else digits.numel() // 128
         self._route.launch(
             f"route_{8 if experts <= 256 else 16}",
-            (1, 1),
+            (1 + -(-groups // 32), 1),
             1024,
             logits,
             logits.stride(0),
@@ -432,6 +510,10 @@ class CudaBackend(BlockExperts):
             experts,
             ids.shape[1],
             float(factor),
+            x,
+            digits,
+            groups,
+            1 / DIGITS_X,
             pdl=self.pdl,
         )
 

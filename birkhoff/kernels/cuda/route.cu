@@ -1,18 +1,26 @@
 // Routing of a decode step with more than one token. The Triton twin is `route` of experts/decode.py.
 
-#include "common.cuh"
+#include "digits.cuh"
 
-// One block: a warp per token selects its experts, then (token, expert) pairs are grouped by expert into slots. Up to
-// 1024 pairs and 512 experts. The order of the pairs of one expert is not deterministic; no result depends on it.
+// The first block: a warp per token selects its experts, then (token, expert) pairs are grouped by expert into slots. Up to
+// 1024 pairs and 512 experts. The order of the pairs of one expert is not deterministic; no result depends on it. Further
+// blocks write the digits of the experts' inputs, 32 columns per warp.
 template <int PER_LANE>
 __device__ __forceinline__ void route(const float* logits, int logit_stride, const float* bias, const int* hash_table,
                                       const i64* tokens, const i64* addresses, int* ids, float* weights, int* order,
-                                      ExpertSlot* slots, int slot_count, int n, int experts, int topk, float factor) {
+                                      ExpertSlot* slots, int slot_count, int n, int experts, int topk, float factor,
+                                      const u16* x, u8* digits, int groups, float gain) {
     __shared__ int counts[32 * PER_LANE], starts[32 * PER_LANE];
     __shared__ int warp_pairs[PER_LANE], warp_used[PER_LANE];
     __shared__ int pair_expert[1024], pair_rank[1024];
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
     launch_dependents();
+    if (blockIdx.x) {
+        const int group = (blockIdx.x - 1) * 32 + warp;
+        grid_dependency_wait();
+        if (group < groups) store_digits(digits + (i64)group * 128, f16_value(x[(i64)group * 32 + lane]) * gain);
+        return;
+    }
     float lane_bias[PER_LANE];
     load_per_lane(lane_bias, bias, experts);
     if (t < 32 * PER_LANE) counts[t] = 0;
@@ -82,9 +90,10 @@ __device__ __forceinline__ void route(const float* logits, int logit_stride, con
     extern "C" __global__ void __launch_bounds__(1024)                                                         \
         route_##PER_LANE(const float* logits, int logit_stride, const float* bias, const int* hash_table,      \
                          const i64* tokens, const i64* addresses, int* ids, float* weights, int* order,        \
-                         ExpertSlot* slots, int slot_count, int n, int experts, int topk, float factor) {      \
+                         ExpertSlot* slots, int slot_count, int n, int experts, int topk, float factor,        \
+                         const u16* x, u8* digits, int groups, float gain) {                                   \
         route<PER_LANE>(logits, logit_stride, bias, hash_table, tokens, addresses, ids, weights, order, slots, \
-                        slot_count, n, experts, topk, factor);                                                 \
+                        slot_count, n, experts, topk, factor, x, digits, groups, gain);                        \
     }
 ROUTE(8)
 ROUTE(16)

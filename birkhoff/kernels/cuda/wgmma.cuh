@@ -19,6 +19,12 @@ __device__ __forceinline__ u64 b_descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
+// Descriptor of B without swizzle: tiles of eight rows of 16 bytes follow each other, all those of one 16 columns first.
+template <int N>
+__device__ __forceinline__ u64 plain_descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)(N * 16 >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+
 // `sum` 0: D = A B.
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const u32 (&a)[4], u64 b, int sum);
@@ -28,6 +34,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const u32 (&a)[4],
 #define SUMS_1 SUMS_0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SUMS_2 SUMS_1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define SUMS_3 SUMS_2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FIRST_4 "%0, %1, %2, %3"
+#define FIRST_8 FIRST_4 ", %4, %5, %6, %7"
 #define NEXT_2 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NEXT_3 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -42,6 +50,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const u32 (&a)[4],
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(sum));                    \
     }
 
+WGMMA_E4M3(8, FIRST_4, "{%4, %5, %6, %7}, %8", "%9", FOUR(0))
+WGMMA_E4M3(16, FIRST_8, "{%8, %9, %10, %11}, %12", "%13", EIGHT(0))
 WGMMA_E4M3(32, SUMS_0, "{%16, %17, %18, %19}, %20", "%21", SIXTEEN(0))
 WGMMA_E4M3(64, SUMS_1, "{%32, %33, %34, %35}, %36", "%37", SIXTEEN(0), SIXTEEN(16))
 WGMMA_E4M3(80, SUMS_1 NEXT_2, "{%40, %41, %42, %43}, %44", "%45", SIXTEEN(0), SIXTEEN(16), EIGHT(32))

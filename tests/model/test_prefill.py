@@ -175,6 +175,18 @@ def test_chunks_of_several_sequences_in_one_step_equal_the_plain_model():
         assert rows.numel() == 0 or (snapshots[1].rows[name] - rows).abs().max() < 1e-4, name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(131,), (9, 20, 20)])
+def test_whole_texts_without_a_cache_equal_the_plain_model(lengths):
+    model = packed_model(SMALL)
+    texts = [random_tokens(SMALL, length, seed).tolist() for seed, length in enumerate(lengths)]
+    expected, hidden = (
+        torch.cat(with_kernels(model, kernels).run_texts(texts, lambda rows: NoTap()))
+        for kernels in ("reference", "triton")
+    )
+    assert (hidden - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
 @torch.inference_mode()
 def test_a_weight_is_repacked_for_kernels_only_after_it_moved():
     layer = Linear(32, {"a": 24, "b": 8}, "fp8", Numerics(kernels=select("triton")), packed=True).to(DEVICE)

@@ -194,7 +194,7 @@ def attend(
     sequences = torch.arange(batch, device=queries.device)
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
-        return values.unsqueeze(-1).expand(-1, length).flatten()
+        return values.repeat_interleave(length)  # an expanded view of one sequence would have a stride of 0
 
     # Positions count from each sequence's first valid key; the entries of a sequence are its only page.
     within = torch.arange(span - length, span, device=queries.device)
@@ -258,6 +258,9 @@ def _launch(
     `MAX_LISTED` keys are stored at a time."""
     n, heads, width = queries.shape
     queries, keys, ring = queries.contiguous(), keys.contiguous(), ring.contiguous()
+    pages = (
+        None if pages is None else pages.contiguous()
+    )  # kept until `_attend`, which reads it through offsets
     out = torch.empty_like(queries)
     fp32 = queries.dtype is torch.float32
     pairs = 0 if phases is None else phases.cos.shape[-1]
@@ -283,7 +286,7 @@ def _launch(
             keys,
             bases[rows],
             ring,
-            keys if pages is None else pages.contiguous(),
+            keys if pages is None else pages,
             table,
             table.stride(0),
             slots[rows],

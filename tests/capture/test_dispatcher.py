@@ -53,7 +53,7 @@ class Gate:
             raise self._fail
 
     def submit_chunk(self, chunk: Chunk) -> None:
-        assert self.open.wait(30)
+        assert self.open.wait(300)
         with self._lock:
             self.taken.append(chunk)
         if self._fail_at == "submit":
@@ -99,12 +99,17 @@ def send(dispatcher: Dispatcher, requests: dict[str, int], seed: int = 0) -> Non
             del left[name, hook]
 
 
-def until(so, seconds: float = 30) -> None:
+def until(so, seconds: float = 300) -> None:
     """Wait for a condition set by another thread."""
     given_up = time.monotonic() + seconds
     while not so():
         assert time.monotonic() < given_up, "it never came so far"
         time.sleep(0.005)
+
+
+def waits(dispatcher: Dispatcher) -> bool:
+    """Whether a thread waits for room in the queue."""
+    return bool(dispatcher.queues["gate"]._room._waiters)
 
 
 def in_order(taken: list[Chunk], requests: dict[str, int]) -> None:
@@ -126,8 +131,7 @@ def test_t_cap_8_block_keeps_every_row(quick_path, threads):
     with Dispatcher({"gate": gate}, queue_size=4, overload_policy="block") as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
         engine.start()
-        until(lambda: dispatcher.queues["gate"].depth >= 4)
-        time.sleep(0.05)
+        until(lambda: waits(dispatcher))
         assert engine.is_alive() and dispatcher.queues["gate"].depth <= 4, (
             "the engine waits at the queue's limit"
         )
@@ -177,9 +181,11 @@ def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
         engine.start()
         counters = dispatcher.queues["gate"].counters
-        until(lambda: counters.spilled_chunks > 5)
-        engine.join(0.3 if room < 1 << 20 else 30)
-        assert engine.is_alive() == (room < 1 << 20), "with room it never waits; without, it does"
+        if room < 1 << 20:
+            until(lambda: waits(dispatcher))
+        else:
+            engine.join(300)
+            assert not engine.is_alive(), "with room it never waits"
         assert counters.spilled_chunks > 5
         assert os.listdir(spill) == [], "spilled files have no name: nothing is left if we die"
         gate.open.set()
@@ -198,8 +204,7 @@ def test_a_spill_disk_that_is_full_makes_the_engine_wait(quick_path):
     with Dispatcher({"gate": gate}, queue_size=2, **options) as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, {"a": 12}))
         engine.start()
-        engine.join(0.1)
-        assert engine.is_alive()
+        until(lambda: waits(dispatcher))
         gate.open.set()
         engine.join(30)
         dispatcher.finish("a")
@@ -343,7 +348,7 @@ def test_shutting_down_wakes_an_engine_that_waits():
     dispatcher = Dispatcher({"gate": gate}, queue_size=1, overload_policy="block")
     engine = threading.Thread(target=send, args=(dispatcher, {"a": 12}))
     engine.start()
-    time.sleep(0.05)
+    until(lambda: waits(dispatcher))
     closer = threading.Thread(target=dispatcher.shutdown)
     closer.start()
     engine.join(30)

@@ -41,7 +41,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, words: str, seconds: float = 120, after: int = 0) -> int:
+    def wait_for(self, words: str, seconds: float = 300, after: int = 0) -> int:
         """Read the screen until `words` appear after offset `after`; return the offset after them."""
         until = time.monotonic() + seconds
         while words not in self.screen[after:]:
@@ -50,7 +50,7 @@ class Terminal:
                 raise AssertionError(f"it ended before {words!r}; the screen has {self.screen[-2000:]!r}")
         return self.screen.index(words, after) + len(words)
 
-    def ends_with(self, status: int, seconds: float = 120) -> bool:
+    def ends_with(self, status: int, seconds: float = 300) -> bool:
         until = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < until:
             self._read(0.1)

@@ -1,6 +1,5 @@
 import gc
 import math
-import time
 
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.engine.sampler import Sampled, Sampler, SamplingState, sample, seed_for
@@ -437,14 +437,17 @@ def test_state_of_finished_requests_is_dropped():
     assert len(sampler._states) == 0
 
 
-def test_greedy_sampling_is_fast():
+def test_greedy_sampling_takes_a_maximum_and_nothing_else():
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    seen: list[str] = []
     logits, rows = torch.randn(1, 4096), [SamplingState(SamplingParams(temperature=0), 4096, seed=0)]
-    best = math.inf
-    for _ in range(300):
-        start = time.perf_counter()
+    with Operators():
         sample(logits, rows)
-        best = min(best, time.perf_counter() - start)
-    assert best < 50e-6, f"{best * 1e6:.0f} µs for one greedy row of 4096"
+    assert seen == ["aten.max.dim"]
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ def is_ours(text: str, path: str) -> bool:
 class Attacker:
     """One kept connection to a server on this machine. `verdict` is empty for an answer that is as it should be."""
 
-    def __init__(self, port: int, seconds: float = 60):
+    def __init__(self, port: int, seconds: float = 300):
         self._port = port
         self._seconds = seconds
         self._connection: http.client.HTTPConnection | None = None

@@ -132,10 +132,10 @@ def test_mutated_bodies_never_break_the_server(attacked):
         found = attacker.verdict(path, raw)
         assert not found, as_case(path, raw, found)
         sent += 1
-        if time.monotonic() > until:
+        if time.monotonic() > until and sent > 100:
             break
     _clear(attacker)
-    assert sent > 50 and attacker.statuses[400] > sent / 3, attacker.statuses
+    assert attacker.statuses[400] > sent / 3, attacker.statuses
     assert attacked.get("/health").status_code == 200 and attacked.idle()
     print(f"{sent} bodies: {dict(attacker.statuses)}")
 

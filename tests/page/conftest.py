@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from tests.free_port import free_port
 from tests.page.browser import ARGUMENTS, CHROMIUM, REQUIRED, missing
 
 
@@ -28,9 +28,7 @@ class Server:
     """`birkhoff serve` as a subprocess, on a port that stays the same over restarts."""
 
     def __init__(self, folder, *flags: str, capture_root: bool = True):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url, self._folder, self._flags, self.process = (
             f"http://127.0.0.1:{self.port}/",
             folder,
@@ -43,15 +41,13 @@ class Server:
         command += self._flags
         with open(self._folder / f"server-{self.port}.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
+        while True:
             try:
-                with urllib.request.urlopen(self.url + "health", timeout=2):
+                with urllib.request.urlopen(self.url + "health", timeout=20):
                     return self
             except OSError:
                 assert self.process.poll() is None, (self._folder / f"server-{self.port}.log").read_text()
                 time.sleep(0.2)
-        raise AssertionError("the server did not start")
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -61,7 +57,7 @@ class Server:
     def post(self, path: str, body: dict, key: str = "") -> dict:
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
 
@@ -95,7 +91,7 @@ class Tab:
                 ["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/")
             )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(120_000)  # a busy machine is slow, not wrong
+        self.page.set_default_timeout(300_000)  # a busy machine is slow, not wrong
         self.faults: list[str] = []
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         self.page.on("console", self._console)
@@ -116,7 +112,7 @@ class Tab:
         if wait:
             self.done()
 
-    def done(self, seconds: float = 180) -> None:
+    def done(self, seconds: float = 300) -> None:
         self.page.wait_for_function(
             "() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelector('.strip .tok')",
             timeout=seconds * 1000,
@@ -149,7 +145,7 @@ def share(tab: Tab, panel: str, item: str) -> None:
 def copied(tab: Tab, words: str) -> str:
     """The clipboard's text, once it contains `words`."""
     text = ""
-    for _ in range(200):
+    for _ in range(2400):
         text = tab.page.evaluate("navigator.clipboard.readText()")
         if words in text:
             return text

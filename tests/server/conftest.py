@@ -63,7 +63,7 @@ class Served:
         lines = [line for line in self.get("/metrics", **headers).text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def idle(self, seconds: float = 60) -> bool:
+    def idle(self, seconds: float = 300) -> bool:
         """Wait up to `seconds` until no request is active; returns whether that happened."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import select
 import socket
 import time
 from urllib.parse import unquote
@@ -20,8 +21,8 @@ from tests.sizes import scaled
 KEY, OTHER, STEERING = "first-key", "second-key", "steering-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
 CHAT = "/v1/chat/completions"
-DEADLINE = "2"  # seconds, header and body timeouts of the server
-PATIENCE = 60.0  # seconds a test waits before it fails
+DEADLINE = "5"  # seconds, header and body timeouts of the server
+PATIENCE = 300.0  # seconds a test waits before it fails
 
 
 @pytest.fixture(scope="module")
@@ -301,16 +302,17 @@ def test_r12_a_disconnect_frees_the_slot(guarded, stage, stream):
     try:
         for connection in sockets:
             connection.sendall(head(length=len(body)) + body)
-        until = time.monotonic() + PATIENCE
-        while len(slots(guarded)) < len(sockets) and time.monotonic() < until:
+        while len(slots(guarded)) < len(sockets):
+            if stage != "queued" and select.select(sockets, [], [], 0)[0]:
+                break  # an answer: it has come that far already
             time.sleep(0.005)
         if stage == "decode":
-            while not any(each["output_tokens"] for each in slots(guarded)):
+            while (active := slots(guarded)) and not any(each["output_tokens"] for each in active):
                 time.sleep(0.005)
-        before = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
     finally:
         for connection in sockets:
             connection.close()
+    before = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
     ended(guarded)
     after = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
     assert after - before < 500, "tokens were generated after the client left"

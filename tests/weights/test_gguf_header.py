@@ -210,11 +210,10 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
     raw = source.read_bytes()
     header_bytes = gguf_header.read_header(str(source))["data"]
     rng, path = random.Random(7), tmp_path / "x.gguf"
-    refused, slowest = 0, 0.0
+    refused = 0
     in_child, count = scaled(2000, 40), scaled(2000, 1000)
     for index in range(count):
         path.write_bytes(mutated(raw, header_bytes, rng))
-        began = time.perf_counter()
         try:
             if index < in_child:
                 open_checkpoint(path)
@@ -223,9 +222,8 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
         except BirkhoffError as error:
             refused += 1
             assert str(error)
-        slowest = max(slowest, time.perf_counter() - began)
-    print(f"{count} mutations, {refused} refused, {in_child} through the child, slowest {slowest:.2f} s")
-    assert refused > 0.75 * count and slowest < 5
+    print(f"{count} mutations, {refused} refused, {in_child} through the child")
+    assert refused > 0.75 * count
 
 
 def _open_here(path):

@@ -242,16 +242,18 @@ __device__ __forceinline__ void shared_down(const u8* codes, const u8* scale, co
     }
 }
 
-// Down of the routed experts; the thread blocks after the last slot compute that of the shared expert.
+// Down of the routed experts. The first thread blocks compute that of the shared expert: its weights are read from L2 for
+// every eight tokens, which would be waited for at the end.
 __device__ __forceinline__ void down(const ExpertSlot* slots, int slot_count, const int* order, const u8* z, float* y,
                                      int inner, int width, int topk, float gain, const u8* codes, const u8* scale,
                                      const u16* z_shared, int n) {
     launch_dependents();
-    if (blockIdx.y >= slot_count) {
-        shared_down(codes, scale, z_shared, y, inner, width, topk, (blockIdx.y - slot_count) * 8, n);
+    const int index = (int)blockIdx.y - ((int)gridDim.y - slot_count);
+    if (index < 0) {
+        shared_down(codes, scale, z_shared, y, inner, width, topk, blockIdx.y * 8, n);
         return;
     }
-    const ExpertSlot* slot = slots + blockIdx.y;  // complete before `gate_up` launched this kernel
+    const ExpertSlot* slot = slots + index;  // complete before `gate_up` launched this kernel
     const int4 header = __ldcg(reinterpret_cast<const int4*>(slot));
     const longlong2 address_of = __ldcg(reinterpret_cast<const longlong2*>(slot->address) + 1);
     const int count = address_of.x ? header.z : 0;

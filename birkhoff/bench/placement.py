@@ -42,7 +42,7 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
-from birkhoff.offload.host_experts import measure_rates
+from birkhoff.offload.host_experts import bus_rate, measure_rates
 from birkhoff.offload.placement import Placement
 
 SKEW = 0.12  # of a score per logarithm of rank; the scores of random weights have a spread of about 0.25
@@ -166,24 +166,6 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
         "equal": equal,
         "passed": all(equal.values()),
     }
-
-
-def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
-    """Bytes per second of copying cold experts to the device, using all spare slots."""
-    cold = (~store.resident()).nonzero().tolist()[: store.spare * rounds]
-    rates = []
-    for first in range(0, len(cold), store.spare):
-        began = time.perf_counter()
-        copies = [
-            copy
-            for layer, expert in cold[first : first + store.spare]
-            if (copy := store.acquire((layer, expert)))
-        ]
-        store.publish(wait=True)
-        rates.append(len(copies) * store.slot_bytes / (time.perf_counter() - began))
-        for copy in copies:
-            store.release(copy)
-    return max(rates)
 
 
 def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, float]) -> Row:
@@ -318,7 +300,7 @@ class _AlwaysExchange(ExpertUsage):
 
 
 @torch.inference_mode()
-def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus_rate: float, rounds: int = 3) -> Row:
+def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, rounds: int = 3) -> Row:
     """A prefill chunk: each cold expert that it uses is copied over the bus once."""
     config, device = model.config, store.device
     state = filled_state(config, 1, tokens, device)
@@ -340,7 +322,7 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus_rate: flo
         "ms": summary(spans),
         "tokens_per_second": significant(tokens / typical * 1e3),
         "cold_bytes": int(cold),
-        "bus_ms": significant(cold / bus_rate * 1e3),
+        "bus_ms": significant(cold / bus * 1e3),
         "hot": hot_share(store),
     }
 
@@ -378,7 +360,7 @@ def bench_placement(
             kernels=kernels,
         )
         skew_routing(model, SKEW)
-        bus_rate = bus_speed(store)
+        bus = bus_rate(store)
         common_row = common | {
             "wish": target,
             "layers": config.num_hidden_layers,
@@ -386,16 +368,16 @@ def bench_placement(
             "context": context,
             "skew": SKEW,
             "read_bytes_per_second": significant(reading),
-            "bus_bytes_per_second": significant(bus_rate),
+            "bus_bytes_per_second": significant(bus),
         }
         yield common_row | {
             "kind": "bus",
             "host_bytes": store.host_slots.numel(),
             "device_bytes": store.slots.numel(),
         }
-        for row in placement_rows(model, store, batches, context, count, (reading, bus_rate)):
+        for row in placement_rows(model, store, batches, context, count, (reading, bus)):
             yield common_row | row
-        yield common_row | chunk_row(model, store, chunk, bus_rate)
+        yield common_row | chunk_row(model, store, chunk, bus)
         if native.available():
             for row in cpu_rows(model, store, batches, context, count, reading):
                 yield common_row | row

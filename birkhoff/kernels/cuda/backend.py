@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from birkhoff.kernels.cuda.block_experts import BlockExperts
+from birkhoff.kernels.cuda.block_experts import DIGITS_X, DIGITS_Z, BlockExperts
 from birkhoff.kernels.cuda.compile import Module, compiled_module
 from birkhoff.kernels.cuda.variants import (
     block_variant,
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
 MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
-# Digits of digit_experts.cu reach 256 times these: normalised inputs of experts, and SwiGLU of clamped numbers times a
-# routing weight. Its shared memory has four stages.
-DIGITS_X, DIGITS_Z, DIGITS_MEMORY = 16.0, 1.0, 4 * (64 * 128 + 64 * 8 + 4 * 1024)
 _DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _FP16_OCTAVES = 29
 
@@ -269,7 +266,7 @@ class CudaBackend(BlockExperts):
                 self.block_gate_up(w, buffers, limit, variant)
             return
         if buffers.x_digits is not None:
-            self._digits_gate_up(buffers, limit)
+            self.digits_gate_up(buffers, limit)
             return
         warps, suffix = 4 if 1 < buffers.rows < 16 else 2, _host_suffix(w)
         if buffers.rows >= 16 and not suffix:
@@ -322,7 +319,7 @@ class CudaBackend(BlockExperts):
                 self.block_down(w, buffers, variant, w.shared_down if fused else None)
             return
         if buffers.hidden_digits is not None:
-            self._digits_down(w, buffers)
+            self.digits_down(w, buffers)
             return
         warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
@@ -348,53 +345,6 @@ class CudaBackend(BlockExperts):
             n,
             *_host_range(w),
             pdl=self.pdl,
-        )
-
-    def _digits_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
-        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
-        assert self._digits is not None
-        self._digits.launch(
-            "digits_gate_up",
-            (inner // 32, buffers.expert_slots.shape[0]),
-            128,
-            buffers.expert_slots,
-            buffers.pair_order[1],
-            buffers.topk_weights,
-            buffers.x_digits,
-            buffers.hidden_digits,
-            inner,
-            width,
-            buffers.topk_weights.shape[1],
-            float(limit),
-            64.0 * DIGITS_X,
-            1 / DIGITS_Z,
-            pdl=self.pdl,
-            shared=DIGITS_MEMORY,
-        )
-
-    def _digits_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
-        inner, (n, width) = buffers.expert_hidden.shape[1], buffers.x.shape
-        slots = buffers.expert_slots.shape[0]
-        assert self._digits is not None
-        self._digits.launch(
-            "digits_down",
-            (width // 64, slots + -(-n // 8)),
-            128,
-            buffers.expert_slots,
-            slots,
-            buffers.pair_order[1],
-            buffers.hidden_digits,
-            buffers.expert_out,
-            inner,
-            width,
-            buffers.topk_weights.shape[1],
-            64.0 * DIGITS_Z,
-            w.shared_down.weight,
-            w.shared_down.scale,
-            buffers.shared_hidden,
-            n,
-            pdl=self.pdl,
-            shared=DIGITS_MEMORY,
         )
 
     def write_and_mix(

@@ -1,13 +1,18 @@
-"""Launches of the decode kernels for routed experts that are stored in FP8 or in ggml's blocks (blocks.cu)."""
+"""Launches of the decode kernels for routed experts that are stored in FP8 or in ggml's blocks (blocks.cu), and of
+those for FP4 with inputs in digits."""
 
 from __future__ import annotations
 
 import torch
 
-from birkhoff.kernels.cuda.compile import compiled_module
+from birkhoff.kernels.cuda.compile import Module, compiled_module
 from birkhoff.kernels.cuda.variants import BlockVariant
 from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights
 from birkhoff.kernels.linear.packed import PackedWeight
+
+# Digits of digit_experts.cu reach 256 times these: normalised inputs of experts, and SwiGLU of clamped numbers times a
+# routing weight. Its shared memory has four stages.
+DIGITS_X, DIGITS_Z, DIGITS_MEMORY = 16.0, 1.0, 4 * (64 * 128 + 64 * 8 + 4 * 1024)
 
 
 class BlockExperts:
@@ -16,6 +21,7 @@ class BlockExperts:
     device: torch.device
     processors: int
     pdl: bool
+    _digits: Module | None  # digit_experts.cu, where it runs
 
     def block_gate_up(
         self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float, variant: BlockVariant
@@ -121,6 +127,55 @@ class BlockExperts:
             width,
             buffers.topk_weights.shape[1],
             pdl=self.pdl,
+        )
+
+    def digits_gate_up(self, buffers: ExpertBuffers, limit: float) -> None:
+        """`gate_up` of FP4 experts with inputs in digits (digit_experts.cu)."""
+        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
+        assert self._digits is not None
+        self._digits.launch(
+            "digits_gate_up",
+            (inner // 32, buffers.expert_slots.shape[0]),
+            128,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_digits,
+            buffers.hidden_digits,
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            float(limit),
+            64.0 * DIGITS_X,
+            1 / DIGITS_Z,
+            pdl=self.pdl,
+            shared=DIGITS_MEMORY,
+        )
+
+    def digits_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
+        """`down` of FP4 experts with inputs in digits, and of the shared expert."""
+        inner, (n, width) = buffers.expert_hidden.shape[1], buffers.x.shape
+        slots = buffers.expert_slots.shape[0]
+        assert self._digits is not None
+        self._digits.launch(
+            "digits_down",
+            (width // 64, slots + -(-n // 8)),
+            128,
+            buffers.expert_slots,
+            slots,
+            buffers.pair_order[1],
+            buffers.hidden_digits,
+            buffers.expert_out,
+            inner,
+            width,
+            buffers.topk_weights.shape[1],
+            64.0 * DIGITS_Z,
+            w.shared_down.weight,
+            w.shared_down.scale,
+            buffers.shared_hidden,
+            n,
+            pdl=self.pdl,
+            shared=DIGITS_MEMORY,
         )
 
 

@@ -332,7 +332,7 @@ def kill_servers(root: Path, kills: int, dice: random.Random) -> Count:
         count.in_time += kill(child, dice.uniform(0.2, 5.0))
         stop.set()
         for client in clients:
-            client.join(60)
+            client.join(300)
         count.kills += 1
     with CaptureWriter(FileOptions(captures)) as files:
         assert files.repaired is None or not files.repaired.failed

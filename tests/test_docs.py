@@ -170,7 +170,7 @@ def run_command(line: str, programs: Path, server_url: Any) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"http"), (line, Path("log").read_text())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, line
+        assert process.wait(300) == 0, line
         process.stdout.close()
     elif words[0] == "birkhoff" and not re.search(r"[|<>&;]", QUOTED.sub("", line)):
         with warnings.catch_warnings():

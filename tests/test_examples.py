@@ -39,7 +39,7 @@ def run(name: str, *arguments: object, cwd) -> str:
         text=True,
         cwd=cwd,
         env=clean_environment(PYTHONIOENCODING="utf-8"),
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

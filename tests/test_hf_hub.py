@@ -58,7 +58,7 @@ def python(code: str, server: HubServer | None, home: Path, **more: str) -> str:
         env=environment(server, home, **more),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -187,7 +187,7 @@ def test_a_killed_download_is_not_a_model_and_is_resumed(server, tiny, tmp_path)
         "is not complete" in output and "shards are missing" in output and "birkhoff pull org/tiny" in output
     )
     server.sent.clear()
-    subprocess.run(command, env=environment(server, tmp_path), check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env=environment(server, tmp_path), check=True, capture_output=True, timeout=300)
     digests = {digest: name for name, (_, digest) in server.files("org/tiny").items()}
     assert not any(server.sent.get(digests[name], 0) > 1 << 17 for name in whole), "complete files are kept"
     assert not list(blobs.glob("*.incomplete")), "what the killed process left is removed"

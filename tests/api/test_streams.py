@@ -86,7 +86,7 @@ def test_a_stream_in_a_reference_cycle_can_be_collected_during_a_step(idle):
     gc.set_threshold(5, 2, 1)
     try:
         worker.start()
-        worker.join(100)
+        worker.join(300)
     finally:
         gc.set_threshold(*thresholds)
     assert len(answers) == 3, "the engine deadlocked"
@@ -100,7 +100,7 @@ def test_another_thread_can_close_a_stream_that_is_being_read(idle):
     while len(events) < 3:
         time.sleep(0.001)
     stream.close()
-    reader.join(60)
+    reader.join(300)
     assert (
         not reader.is_alive()
         and stream.output.finish_reason == "cancelled"

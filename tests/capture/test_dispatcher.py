@@ -136,10 +136,10 @@ def test_t_cap_8_block_keeps_every_row(quick_path, threads):
             "the engine waits at the queue's limit"
         )
         gate.open.set()
-        engine.join(30)
+        engine.join(300)
         for name in REQUESTS:
             dispatcher.finish(name, "stop")
-            assert dispatcher.result(name, "gate", 30).status == "ok"
+            assert dispatcher.result(name, "gate", 300).status == "ok"
         counters = dispatcher.queues["gate"].counters
         assert counters.blocked_seconds > 0 and counters.dropped_rows == counters.spilled_chunks == 0
         assert counters.submitted_rows == counters.delivered_rows == 2 * 12 * len(REQUESTS)
@@ -155,7 +155,7 @@ def test_t_cap_8_drop_counts_exactly(quick_path, threads):
         results = {}
         for name in REQUESTS:
             dispatcher.finish(name, "stop")
-            results[name] = dispatcher.result(name, "gate", 30)
+            results[name] = dispatcher.result(name, "gate", 300)
         counters = dispatcher.queues["gate"].counters
     sent = 2 * 12 * len(REQUESTS)
     kept = sum(part.num_rows for part in gate.taken)
@@ -189,10 +189,10 @@ def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
         assert counters.spilled_chunks > 5
         assert os.listdir(spill) == [], "spilled files have no name: nothing is left if we die"
         gate.open.set()
-        engine.join(30)
+        engine.join(300)
         for name in REQUESTS:
             dispatcher.finish(name)
-            assert dispatcher.result(name, "gate", 30).status == "ok"
+            assert dispatcher.result(name, "gate", 300).status == "ok"
         assert counters.dropped_rows == 0 and counters.delivered_rows == 2 * 12 * len(REQUESTS)
         assert (counters.blocked_seconds > 0) == (room < 1 << 20)
     in_order(gate.taken, REQUESTS)
@@ -206,9 +206,9 @@ def test_a_spill_disk_that_is_full_makes_the_engine_wait(quick_path):
         engine.start()
         until(lambda: waits(dispatcher))
         gate.open.set()
-        engine.join(30)
+        engine.join(300)
         dispatcher.finish("a")
-        assert dispatcher.result("a", "gate", 30).status == "ok"
+        assert dispatcher.result("a", "gate", 300).status == "ok"
     in_order(gate.taken, {"a": 12})
 
 
@@ -273,11 +273,11 @@ def test_a_consumer_that_raises_does_not_affect_others(fail_at, error):
                 dispatcher.submit(chunk(key, "post_attn", 0, start, 2))
         for key in (name + "-bad", name):
             dispatcher.finish(key, "stop", 4)
-        result = dispatcher.result(name, "good", 30)
+        result = dispatcher.result(name, "good", 300)
         assert result.status == "ok" and result.rows == 6
         assert_is_prefix(good.entries(name)["post_attn", 0], name, 6)
         expected = {"finalize": "error", "result": "error", "shutdown": "ok"}.get(fail_at, "partial_error")
-        failed = dispatcher.result(name + "-bad", "bad", 30)
+        failed = dispatcher.result(name + "-bad", "bad", 300)
         assert failed.status == expected and (expected == "ok" or failed.error)
     if fail_at == "submit":
         assert len(bad.taken) == 2, "after a failure the rest of a request is not offered again"
@@ -301,7 +301,7 @@ def test_bad_chunks_become_results_not_exceptions():
         ):
             dispatcher.submit(Chunk(**{**vars(good), **wrong}))
         dispatcher.finish("a")
-        result = dispatcher.result("a", "gate", 30)
+        result = dispatcher.result("a", "gate", 300)
     assert result.status == "partial_error" and "positions" in result.error and len(gate.taken) == 1
 
 
@@ -316,7 +316,7 @@ def test_requests_reach_the_consumer_they_name():
         dispatcher.submit(chunk("b", "mlp_out", 0, 0, 2))
         for name in ("a", "b"):
             dispatcher.finish(name)
-        assert dispatcher.result("a", "one", 30).keys == 1 and dispatcher.result("b", "two", 30).keys == 2
+        assert dispatcher.result("a", "one", 300).keys == 1 and dispatcher.result("b", "two", 300).keys == 2
         assert dispatcher.result("b", "two").id == "other"
         for key, consumer in (("a", "two"), ("b", "one"), ("never", "one")):
             assert dispatcher.result(key, consumer).status == "not_requested"
@@ -351,10 +351,10 @@ def test_shutting_down_wakes_an_engine_that_waits():
     until(lambda: waits(dispatcher))
     closer = threading.Thread(target=dispatcher.shutdown)
     closer.start()
-    engine.join(30)
+    engine.join(300)
     assert not engine.is_alive()
     gate.open.set()
-    closer.join(30)
+    closer.join(300)
     counters = dispatcher.queues["gate"].counters
     assert counters.dropped_rows + counters.delivered_rows == counters.submitted_rows <= 24
     assert counters.dropped_rows > 0 and "shut down" in dispatcher.result("a", "gate").error
@@ -370,7 +370,7 @@ def test_results_wait_no_longer_than_the_timeout():
         result = dispatcher.result("a", "gate", timeout=0.2)
         assert 0.15 < time.monotonic() - started < 60 and result.status == "pending"
         gate.open.set()
-        assert dispatcher.result("a", "gate", 30).status == "ok"
+        assert dispatcher.result("a", "gate", 300).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
             most = max(most, queue._in_memory)
         for index in range(requests):
             dispatcher.finish(f"r{index}", "stop", 4)
-        results = [dispatcher.result(f"r{index}", "files", 60) for index in range(requests)]
+        results = [dispatcher.result(f"r{index}", "files", 300) for index in range(requests)]
         counters = queue.counters
     assert most <= 16
     assert (

@@ -26,7 +26,7 @@ def directory(quick_path):
         for start in (0, 2):
             for hook, layer in SITES:
                 files.append(chunk("a", hook, layer, start, 2))
-        assert files.finish(CaptureFinish("a", "stop", 4)).result(30).status == "ok"
+        assert files.finish(CaptureFinish("a", "stop", 4)).result(300).status == "ok"
     return quick_path / "run/a"
 
 

@@ -36,7 +36,7 @@ def capture(files: CaptureWriter, request: str, rows: int = 4):
     for start in range(0, rows, 2):
         for hook, layer in SITES:
             files.append(chunk(request, hook, layer, start, 2))
-    return files.finish(CaptureFinish(request, "stop")).result(30)
+    return files.finish(CaptureFinish(request, "stop")).result(300)
 
 
 def entries_of(root: Path, layout: str, request: str) -> dict:
@@ -181,7 +181,7 @@ def test_a_real_disk_that_is_full(small_disk, layout):
         files.append(
             Chunk("big", "run", "post_attn", 0, big, "float32", (256,), range(600), range(600), "p" * 600)
         )
-        result = files.finish(CaptureFinish("big")).result(30)
+        result = files.finish(CaptureFinish("big")).result(300)
         assert result.status == "error" and "No space left" in result.error
         ballast.unlink()
         assert capture(files, "after").status == "ok"
@@ -272,7 +272,7 @@ def test_a_request_that_lost_a_shard_is_not_marked_complete_by_a_later_shard(qui
 
     class Disk(SoftDisk):
         def fsync(self, file: int) -> None:
-            assert gate.wait(30)
+            assert gate.wait(300)
             if self.path(file).endswith("shard-000-000000.bin.tmp"):
                 raise OSError(errno.EIO, "bad sector")
 
@@ -287,7 +287,7 @@ def test_a_request_that_lost_a_shard_is_not_marked_complete_by_a_later_shard(qui
             files.append(chunk("a", "post_attn", 0, start, 2))
         future = files.finish(CaptureFinish("a"))
         gate.set()
-        assert future.result(30).status == "error"
+        assert future.result(300).status == "error"
     listed = [json.loads(path.read_text())["requests"] for path in quick_path.rglob("shard-*.json")]
     assert listed and not any(requests.get("a", {}).get("complete") for requests in listed)
     entries = read_sharded(quick_path / "run").get("a", {})
@@ -395,9 +395,9 @@ def test_a_failing_disk_never_reaches_the_engine(quick_path):
                 dispatcher.begin(consumer, CaptureRequest(key, name, "run"))
                 dispatcher.submit(replace(chunk(name, "post_attn", 0, 0, 4), request_id=key))
                 dispatcher.finish(key, "stop", 4)
-            written = dispatcher.result(f"{name}-files", "files", timeout=30)
+            written = dispatcher.result(f"{name}-files", "files", timeout=300)
             assert written.status == ("error" if bad[0] else "ok")
-            assert dispatcher.result(f"{name}-memory", "memory", timeout=30).status == "ok"
+            assert dispatcher.result(f"{name}-memory", "memory", timeout=300).status == "ok"
             assert_is_prefix(memory.entries(f"{name}-memory")["post_attn", 0], name, 4)
         bad[0] = False
     assert [path.name for path in sorted((quick_path / "run").iterdir()) if any(path.iterdir())] == [

@@ -41,7 +41,7 @@ def capture(files: CaptureWriter, request: str, rows: int = 7, sites=SITES, step
 
 
 def finished(files: CaptureWriter, request: str, reason: str = "stop"):
-    return files.finish(CaptureFinish(request, reason, 4)).result(30)
+    return files.finish(CaptureFinish(request, reason, 4)).result(300)
 
 
 def read_back(root: Path, layout: str, request: str):
@@ -432,7 +432,7 @@ def test_requests_that_end_together_share_their_syncs(quick_path):
         for index in range(count):
             capture(files, f"r{index}", 2, SITES[:1])
         futures = [files.finish(CaptureFinish(f"r{index}")) for index in range(count)]
-        assert all(future.result(30).status == "ok" for future in futures)
+        assert all(future.result(300).status == "ok" for future in futures)
         assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, (
             "two syncs a round, three rounds"
         )

@@ -28,7 +28,7 @@ def write(root, layout: str, names=ENDS, shard_max_bytes: int = 900) -> None:
                     writer.append(chunk(name, hook, 1, start, 3))
         for name in names:
             if ENDS[name] is not None:
-                writer.finish(CaptureFinish(name, ENDS[name], 4)).result(30)
+                writer.finish(CaptureFinish(name, ENDS[name], 4)).result(300)
 
 
 def read_all(root, layout: str):

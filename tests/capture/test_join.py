@@ -23,7 +23,7 @@ def stored(root, requests, layout="sharded"):
         for request in requests:
             files.begin(CaptureRequest(request, request, "run", meta={"model": "nano"}, layout=layout))
             files.append(chunk(request, "mlp_out", 3, 0, 4))
-            assert files.finish(CaptureFinish(request, "stop", 4)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(request, "stop", 4)).result(300).status == "ok"
     return root / "run"
 
 

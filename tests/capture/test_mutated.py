@@ -66,7 +66,7 @@ def captures(tmp_path_factory) -> Path:
             for start in (0, 3):
                 for hook, layer in SITES:
                     files.append(chunk(layout, hook, layer, start, 3))
-            assert files.finish(CaptureFinish(layout)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(layout)).result(300).status == "ok"
     return root / "run"
 
 

@@ -27,7 +27,7 @@ def write(root: Path, request: str, tag: str = "run", key: str | None = None, fi
     writer = files or CaptureWriter(FileOptions(root, **options), SoftDisk())
     writer.begin(CaptureRequest(key, request, tag))
     writer.append(chunk(key, "post_attn", 0, 0, 2))
-    result = writer.finish(CaptureFinish(key, "stop")).result(30)
+    result = writer.finish(CaptureFinish(key, "stop")).result(300)
     if files is None:
         writer.close()
     return result
@@ -128,7 +128,7 @@ def test_a_used_id_is_refused_by_default(quick_path):
         files.begin(CaptureRequest("4", "b", "run"))  # while the other is being written
         for key in "34":
             files.append(chunk(key, "post_attn", 0, 0, 2))
-        refused, kept = (files.finish(CaptureFinish(key)).result(30) for key in "43")
+        refused, kept = (files.finish(CaptureFinish(key)).result(300) for key in "43")
     assert refused.status == "error" and "right now" in refused.error
     assert kept.status == "ok" and holds(quick_path / "run/b", "3")
 
@@ -147,7 +147,7 @@ def test_overwriting_replaces_the_whole_capture(quick_path, before, after, atomi
     with CaptureWriter(FileOptions(quick_path, default_layout=before, **options), SoftDisk()) as files:
         files.append(chunk("a", "mlp_out", 3, 0, 5))  # a site that the second capture does not have
         files.append(chunk("a", "post_attn", 0, 0, 5))
-        assert files.finish(CaptureFinish("a")).result(30).status == "ok"
+        assert files.finish(CaptureFinish("a")).result(300).status == "ok"
     assert write(quick_path, "a", key="2", default_layout=after, **options).status == "ok"
     entries = read_request(quick_path / "run/a")
     assert set(entries) == {("post_attn", 0)} and holds(quick_path / "run/a", "2")

@@ -54,7 +54,7 @@ def record(root: Path, layout: str, seed: int) -> list:
             futures.append(future)
         if batch == 3 or layout != "sharded":  # a name is free again when its capture is done
             for future in futures:
-                assert future.result(30).status == "ok"
+                assert future.result(300).status == "ok"
     files.close()
     return disk.log
 

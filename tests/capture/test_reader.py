@@ -42,7 +42,7 @@ def written(root: Path, rows: int = 6, sites=(("post_attn", 0), ("mhc_attn_res_m
         for start in range(0, rows, 2):
             for hook, layer in sites:
                 files.append(chunk("a", hook, layer, start, 2))
-        assert files.finish(CaptureFinish("a")).result(30).status == "ok"
+        assert files.finish(CaptureFinish("a")).result(300).status == "ok"
     return root / "run/a" if options.get("default_layout") != "sharded" else root / "run"
 
 
@@ -88,7 +88,7 @@ def test_speculative_rows_read_back_and_collapse(quick_path):
         for start, offset in ((0, 0), (4, 4), (5, 5), (5, 6)):  # position 5 twice
             part = chunk("a", "post_attn", 0, start, 1 if start else 4)
             files.append(Chunk(**{**vars(part), "row_offset": offset, "rows": part.rows + offset}))
-        files.finish(CaptureFinish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(300)
     entry = read_request(quick_path / "run/a")["post_attn", 0]
     assert entry.positions == [0, 1, 2, 3, 4, 5, 5]
     latest = latest_per_position(entry)
@@ -290,7 +290,7 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(quick_path):
                 key = f"t{turn}"
                 files.begin(CaptureRequest(key, "a", "run", meta={"turn": turn}))
                 files.append(chunk(key, "post_attn", 0, 0, 1 + turn % 5))
-                assert files.finish(CaptureFinish(key)).result(30).status == "ok"
+                assert files.finish(CaptureFinish(key)).result(300).status == "ok"
         over.set()
 
     over = threading.Event()

@@ -41,7 +41,7 @@ def left_by_a_crash(
     files = CaptureWriter(FileOptions(source, **{**defaults, **options}), SoftDisk())
     for name in acknowledged:
         files.append(chunk(name, "post_attn", 0, 0, 3))
-        assert files.finish(CaptureFinish(name)).result(30).status == "ok"
+        assert files.finish(CaptureFinish(name)).result(300).status == "ok"
     for step in range(steps):
         files.append(chunk("a", "post_attn", 0, step, 1))
         files.append(chunk("a", "mhc_attn_res_mix", 1, step, 1))
@@ -171,7 +171,7 @@ def test_a_replacement_that_never_finished_does_not_replace(quick_path, layout):
     root = quick_path / "root"
     with CaptureWriter(FileOptions(root, default_layout=layout), SoftDisk()) as files:
         files.append(chunk("a", "mlp_out", 0, 0, 3))
-        files.finish(CaptureFinish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(300)
     files = CaptureWriter(
         FileOptions(root, default_layout=layout, on_collision="overwrite", coalesce_max_bytes=0), SoftDisk()
     )
@@ -196,8 +196,8 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
             for hook in ("mlp_out", "post_attn"):
                 files.append(chunk("old", hook, 0, 0, 3))
             files.begin(CaptureRequest("x", "x", "run"))
-            files.finish(CaptureFinish("old")).result(30)
-            files.finish(CaptureFinish("x")).result(30)
+            files.finish(CaptureFinish("old")).result(300)
+            files.finish(CaptureFinish("x")).result(300)
         os.rename(root / "run/old", root / "run/a")
         for sidecar in (root / "run/a").glob("*.json"):
             sidecar.write_text(sidecar.read_text().replace('"request_id": "old"', '"request_id": "a"'))
@@ -207,7 +207,7 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
             files.begin(CaptureRequest("new", "a", "run"))
             for hook in ("post_attn", "mlp_in"):
                 files.append(chunk("new", hook, 0, 0, 3))
-            assert files.finish(CaptureFinish("new")).result(30).status == "ok"
+            assert files.finish(CaptureFinish("new")).result(300).status == "ok"
         if not (quick_path / "crash").exists():
             break
         assert not repair(quick_path / "crash", SoftDisk()).failed
@@ -286,7 +286,7 @@ def test_opening_a_root_that_was_closed_does_not_search_it(quick_path):
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         assert files.repaired is not None  # a new root has no note yet
         files.append(chunk("a", "post_attn", 0, 0, 2))
-        files.finish(CaptureFinish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(300)
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         assert files.repaired is None
     left_by_a_crash(quick_path / "b", "packed")
@@ -404,7 +404,7 @@ def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(quick_path):
                 start,
             )
         )
-    assert files.finish(CaptureFinish("a")).result(60).status == "ok"
+    assert files.finish(CaptureFinish("a")).result(300).status == "ok"
     shutil.copytree(quick_path / "live", quick_path / "crash")
     files.close()
     report = repair(quick_path / "crash", SoftDisk())
@@ -441,7 +441,7 @@ class HeldDisk(SoftDisk):
         self.gate.set()
 
     def fsync(self, file: int) -> None:
-        assert self.gate.wait(30)
+        assert self.gate.wait(300)
 
 
 @pytest.mark.parametrize("torn", [True, False])

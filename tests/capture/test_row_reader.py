@@ -36,7 +36,7 @@ def run(tmp_path_factory) -> Path:
             for start in range(0, rows, 3):
                 for hook in ("mhc_streams_pre_attn", "mlp_in"):
                     files.append(chunk(request, hook, 2, start, min(3, rows - start)))
-            assert files.finish(CaptureFinish(request)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(request)).result(300).status == "ok"
     return root / "run"
 
 
@@ -103,7 +103,7 @@ def test_a_shuffled_pool_is_never_emptied_at_once(quick_path):
         for request_index in range(40):
             name, block = f"r{request_index}", np.full((8, 2), request_index, np.uint16)
             files.append(Chunk(name, "run", "x", 0, block, "bfloat16", (2,), range(8), range(8), "p" * 8))
-            assert files.finish(CaptureFinish(name)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(name)).result(300).status == "ok"
     seen: dict[int, list[int]] = {}
     for batch_index, rows_read in enumerate(
         iter_rows(quick_path / "run", "x", 0, 8, shuffle=True, seed=3, pool_rows=32)
@@ -146,7 +146,7 @@ def test_dtypes_are_not_mixed_unless_decoded(quick_path):
         floats = np.arange(16, dtype=np.float32).reshape(2, 8)
         files.append(Chunk("b", "run", "post_attn", 0, floats, "float32", (8,), [0, 1], [0, 1], "pp"))
         for request in "ab":
-            assert files.finish(CaptureFinish(request)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(request)).result(300).status == "ok"
     with pytest.raises(CaptureFileError, match="dtype='float32'"):
         iter_rows(quick_path / "run", "post_attn", 0, 4)
     (rows_read,) = iter_rows(quick_path / "run", "post_attn", 0, 4, dtype="float32")
@@ -157,7 +157,7 @@ def test_damage_is_reported_when_it_is_read(run, quick_path):
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         for request in "ab":
             files.append(chunk(request, "post_attn", 0, 0, 6))
-            files.finish(CaptureFinish(request)).result(30)
+            files.finish(CaptureFinish(request)).result(300)
     payload = quick_path / "run/b/packed.bin"
     raw = bytearray(payload.read_bytes())
     raw[-1] ^= 1
@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
                         "p" * rows,
                     )
                 )
-                assert files.finish(CaptureFinish(name)).result(30).status == "ok"
+                assert files.finish(CaptureFinish(name)).result(300).status == "ok"
         gc.collect()
         tracemalloc.start()
         count = sum(

@@ -65,8 +65,8 @@ class Reading:
         return self
 
     def rest(self) -> list[dict]:
-        self._ear.join(60)
-        assert self.process.wait(30) == 0
+        self._ear.join(300)
+        assert self.process.wait(300) == 0
         return [json.loads(line) for line in self._told]
 
     def __enter__(self) -> Reading:
@@ -89,7 +89,7 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
             for hook in SHAPES:
                 dispatcher.submit(chunk("k", hook, 3, start, 20))
         dispatcher.finish("k", "length", 4)
-        result = dispatcher.result("k", "shm", 60)
+        result = dispatcher.result("k", "shm", 300)
         dispatcher.shutdown()
         lines_read = reading.rest()
     assert result.status == "ok" and result.rows == rows * len(SHAPES) and result.keys == len(SHAPES)
@@ -115,7 +115,7 @@ def test_the_writer_waits_for_a_slow_reader(name):
         for start in range(0, 400, 8):
             dispatcher.submit(chunk("k", "mlp_out", 0, start, 8))
         dispatcher.finish("k", "length", 4)
-        assert dispatcher.result("k", "shm", 60).status == "ok"
+        assert dispatcher.result("k", "shm", 300).status == "ok"
         dispatcher.shutdown()
         lines_read = reading.rest()
     assert sum(line.get("rows", 0) for line in lines_read) == 400 and lines_read[-1]["dropped"] == 0
@@ -123,13 +123,12 @@ def test_the_writer_waits_for_a_slow_reader(name):
 
 @pytest.mark.parametrize("overflow", ["drop", "block"])
 def test_without_a_reader_the_first_rows_stay_and_the_others_are_counted(name, overflow):
-    consumer = ShmConsumer(name, 8192, overflow, timeout_seconds=0.2)
-    began = time.monotonic()
+    # Only the first chunk waits: 4 seconds for each of 200 would be longer than a test may take.
+    consumer = ShmConsumer(name, 8192, overflow, timeout_seconds=4)
     consumer.begin(CaptureRequest("k", "k", "run"))
     for start in range(0, 2000, 10):
         consumer.submit_chunk(chunk("k", "post_attn", 0, start, 10))
-    result = consumer.finalize(CaptureFinish("k", "length", 4)).result(60)
-    assert time.monotonic() - began < 30  # only the first chunk waits
+    result = consumer.finalize(CaptureFinish("k", "length", 4)).result(300)
     assert result.status == "partial_error" and result.rows + result.dropped_rows == 2000 and result.rows > 50
     assert "no reader read shared memory" in result.error and name in result.error
     with RingReader(name) as reader:
@@ -141,18 +140,16 @@ def test_without_a_reader_the_first_rows_stay_and_the_others_are_counted(name, o
 
 
 def test_a_dead_reader_does_not_block_the_writer(name):
-    consumer = ShmConsumer(name, 8192, timeout_seconds=60)
+    consumer = ShmConsumer(name, 8192, timeout_seconds=900)  # longer than a test may take
     with Reading(name, pause=0.005) as reading:
         reading.opened()
         consumer.submit_chunk(chunk("k", "post_attn", 0, 0, 10))
         reading.lines.readline()
         reading.process.send_signal(signal.SIGKILL)
         reading.process.wait()
-    began = time.monotonic()
     for start in range(10, 2000, 10):
         consumer.submit_chunk(chunk("k", "post_attn", 0, start, 10))
-    assert time.monotonic() - began < 50
-    assert consumer.finalize(CaptureFinish("k")).result(60).status == "partial_error"
+    assert consumer.finalize(CaptureFinish("k")).result(300).status == "partial_error"
     with RingReader(name) as second:  # another reader may continue
         assert isinstance(second.get(1), Chunk)
     consumer.shutdown()
@@ -179,7 +176,7 @@ def test_a_reader_is_notified_when_the_writer_dies(name):
         assert child.stdout.readline() == b"ready\n"
         with RingReader(name) as reader:
             child.stdin.close()
-            assert child.wait(30) == 9
+            assert child.wait(300) == 9
             assert reader.get() == CaptureFinish("k")  # the record is still in the ring
             with pytest.raises(CaptureError, match=f"process {child.pid} that wrote ring"):
                 reader.get()

@@ -167,7 +167,7 @@ def test_repair_finalizes_files_of_an_aborted_run(birkhoff_here, tmp_path):
         writer._states["r"].files[0].flush()
         writer.begin(CaptureRequest("done", "done", "run"))
         writer.append(chunk("done", "mlp_out", 0, 0, 2))
-        writer.finish(CaptureFinish("done", "length", 2)).result(30)
+        writer.finish(CaptureFinish("done", "length", 2)).result(300)
         os._exit(9)
     os.waitpid(child, 0)
     assert list(tmp_path.rglob("*.journal"))

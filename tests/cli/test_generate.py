@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_the_printed_text(tiny, interruptible):
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    rest, stderr = process.communicate(timeout=120)
+    rest, stderr = process.communicate(timeout=300)
     assert process.returncode == 130 and no_trace_of_python(stderr)
     assert len(first + rest) > 1 and rest.endswith(b"\n") and b"ended by cancelled" in stderr
 
@@ -168,7 +168,7 @@ def test_ctrl_c_in_the_middle_of_the_imports(tiny, interruptible, library):
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130 and no_trace_of_python(stderr) and stdout == b""
 
 

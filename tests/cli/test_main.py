@@ -119,7 +119,7 @@ def test_a_closed_pipe_prints_no_error(tiny):
     process.stdout.close()
     stderr = process.stderr.read()
     process.stderr.close()
-    assert process.wait(120) == 1
+    assert process.wait(300) == 1
     assert no_trace_of_python(stderr) and b"Broken" not in stderr
 
 

@@ -67,7 +67,7 @@ def test_the_command_prints_the_plan_then_downloads(tiny, tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert ran.returncode == 0, ran.stderr
         path = Path(ran.stdout.strip())

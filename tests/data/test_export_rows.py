@@ -41,7 +41,7 @@ def stored(root, requests=REQUESTS, rows=5, layout="sharded"):
             for start in (0, 3):
                 for hook, layer in SITES:
                     files.append(chunk(request, hook, layer, start, 3 if start == 0 else rows - 3))
-            assert files.finish(CaptureFinish(request, "stop", rows)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(request, "stop", rows)).result(300).status == "ok"
     return root / "run"
 
 

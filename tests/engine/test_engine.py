@@ -383,7 +383,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
         Holder(dropped)
         worker = threading.Thread(target=lambda: [core.step() for _ in range(3)], daemon=True)
         worker.start()
-        worker.join(60)
+        worker.join(300)
     finally:
         gc.enable()
     assert not worker.is_alive(), "the step deadlocked on its own lock"
@@ -443,7 +443,7 @@ def test_many_threads_can_step_one_engine(model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert answers == expected
     check_empty(core)
 
@@ -498,7 +498,7 @@ def test_one_waiting_thread_steps_for_all_of_them(model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert all(each.done for each in requests) and not core._waiters
     changes = sum(a != b for a, b in pairwise(stepped))
     assert len(stepped) >= 12 and changes < len(requests)

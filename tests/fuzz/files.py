@@ -169,7 +169,7 @@ def _captures(root: Path) -> Path:
     with CaptureWriter(FileOptions(root, coalesce_max_bytes=0, num_shards=1), SoftDisk()) as files:
         files.begin(CaptureRequest("r", "r", "tag", "packed"))
         files.append(chunk("r", "mlp_in", 2, 0, 3))
-        assert files.finish(CaptureFinish("r")).result(30).status == "ok"
+        assert files.finish(CaptureFinish("r")).result(300).status == "ok"
     return root / "tag" / "r"
 
 

@@ -24,7 +24,7 @@ def test_experts_are_taken_in_order_and_wanted_ones_first():
     gate.done((0, 0))
     assert waiting.is_alive(), "it waits for both"
     gate.done((2, 1))
-    waiting.join(60)
+    waiting.join(300)
     assert not waiting.is_alive() and not gate.complete and gate.num_unread == 10
 
 
@@ -35,21 +35,21 @@ def test_a_step_leaves_one_thread_to_experts_that_nobody_waits_for():
 
     def read(expert):
         taken.put(expert)
-        assert proceed[expert].wait(60)
+        assert proceed[expert].wait(300)
 
     with gate.step():
         reader = BackgroundReader(gate, read, 3)
-        assert taken.get(timeout=60) == (0, 0)
+        assert taken.get(timeout=300) == (0, 0)
         waiting = threading.Thread(target=gate.wait, args=([(2, 1), (2, 2)],))
         waiting.start()  # the other two threads take what it wants, and then nothing
-        assert {taken.get(timeout=60), taken.get(timeout=60)} == {(2, 1), (2, 2)}
+        assert {taken.get(timeout=300), taken.get(timeout=300)} == {(2, 1), (2, 2)}
         for expert in ((2, 1), (2, 2)):
             proceed[expert].set()
-        waiting.join(60)
+        waiting.join(300)
         assert not waiting.is_alive() and taken.empty()
         proceed[0, 0].set()
-        assert taken.get(timeout=60) == (0, 1)
-    assert {taken.get(timeout=60), taken.get(timeout=60)} == {(0, 2), (0, 3)}, (
+        assert taken.get(timeout=300) == (0, 1)
+    assert {taken.get(timeout=300), taken.get(timeout=300)} == {(0, 2), (0, 3)}, (
         "without a step all threads read ahead"
     )
     for event in proceed.values():
@@ -97,11 +97,11 @@ def test_closing_ends_the_threads_after_their_current_expert():
 
     def slow(expert):
         started.set()
-        proceed.wait(60)
+        proceed.wait(300)
         read.append(expert)
 
     reader = BackgroundReader(ReadGate(EXPERTS), slow, 1)
-    assert started.wait(60)
+    assert started.wait(300)
     reader.gate.close()
     proceed.set()
     reader.close()

@@ -43,7 +43,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         while True:
             try:
-                with urllib.request.urlopen(self.url + "health", timeout=20):
+                with urllib.request.urlopen(self.url + "health", timeout=300):
                     return self
             except OSError:
                 assert self.process.poll() is None, (self._folder / f"server-{self.port}.log").read_text()

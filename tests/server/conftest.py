@@ -34,7 +34,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=120)
+        return httpx2.Client(base_url=self.url, timeout=300)
 
     def post(self, path: str, body: Any = None, **headers: str) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -112,7 +112,7 @@ def serving(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(300)
         process.stdout.close()
 
 

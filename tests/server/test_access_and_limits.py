@@ -395,7 +395,7 @@ def test_r14_and_e2_concurrent_requests_are_not_affected(guarded):
     steered = {**plain, "interventions": [push]}
 
     async def run():
-        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=300) as client:
 
             async def ids(body):
                 answer = await client.post(CHAT, json=body)

@@ -131,7 +131,7 @@ def test_a_consumer_that_cannot_be_built_ends_the_server(tmp_path, flag):
         text=True,
         env=clean_environment(),
         cwd=tmp_path,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode != 0 and ("capture consumer" in done.stderr or "level" in done.stderr)
 

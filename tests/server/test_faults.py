@@ -53,7 +53,7 @@ def served(engine, work):
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:
             async with httpx2.AsyncClient(
-                transport=transport, base_url="http://localhost", timeout=60
+                transport=transport, base_url="http://localhost", timeout=300
             ) as client:
                 await work(client, async_engine)
         finally:

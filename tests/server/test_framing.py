@@ -86,7 +86,7 @@ def test_r16_a_client_that_reads_one_byte_at_a_time(served):
         f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode()
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=300) as connection:
         connection.sendall(head + body)
         raw = b""
         while piece := connection.recv(1):

@@ -80,7 +80,7 @@ def test_two_calls_with_one_id_at_the_same_time(steady):
 def test_clients_that_leave_during_a_capture(steady):
     """The slot is free again, and what was captured is marked as cancelled or not there."""
     for number in range(10):
-        body = {**capture_body(PROMPTS[2], f"left-{number}"), "max_tokens": 400, "ignore_eos": True}
+        body = {**capture_body(PROMPTS[2], f"left-{number}"), "max_tokens": 3000, "ignore_eos": True}
         raw = json.dumps(body).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", steady.port)) as connection:

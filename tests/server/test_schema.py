@@ -37,7 +37,7 @@ def test_r2_every_route_conforms_to_the_schema(served, page):
             nonlocal seen
             if isinstance(case.body, dict) and "max_tokens" in case.body:
                 case.body["max_tokens"] = 2  # keeps the test short
-            answer = case.call(base_url=served.url, timeout=120)
+            answer = case.call(base_url=served.url, timeout=300)
             seen += 1
             assert answer.status_code < 500 or answer.status_code == 501, (
                 case.as_curl_command(),

@@ -60,7 +60,7 @@ def test_a_blocking_stream_waits_for_its_subscriber():
     for start in range(50):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 1))
     assert stream.finalize(CaptureFinish("a")).result().status == "ok"
-    listener.join(30)
+    listener.join(300)
     assert seen == list(range(50)) and subscription.dropped_rows == 0
 
 

@@ -244,6 +244,7 @@ CLASSES = {
     "_read_streams": "boundary",
     "gemv": "products",
     "_gemv": "products",
+    "rows_": "products",
     "router_gate_up": "router and shared expert",  # with the routing of a single token
     "route": "routing",
     "experts_gate_up": "experts",

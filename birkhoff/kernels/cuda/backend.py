@@ -19,11 +19,13 @@ import torch
 from birkhoff.kernels.cuda.block_experts import DIGITS_X, DIGITS_Z, BlockExperts
 from birkhoff.kernels.cuda.compile import Module, compiled_module
 from birkhoff.kernels.cuda.variants import (
+    ROWS_CHOICES,
     block_variant,
     gemv_variant,
     is_fp8_experts,
     reads,
     reads_experts,
+    rows_variant,
     token_tiles,
     type_sources,
 )
@@ -96,7 +98,10 @@ class CudaBackend(BlockExperts):
         ]
         sources += sorted(type_sources(types))
         hopper = torch.cuda.get_device_capability(device) == (9, 0)
-        sources += [("digit_experts.cu", ())] * hopper
+        if hopper:
+            chosen = sorted({each.defines(tiles) for tiles, row in ROWS_CHOICES.items() for each in row})
+            sources += [("gemm_rows.cu", defines) for defines in chosen]
+            sources.append(("digit_experts.cu", ()))
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
         self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
@@ -141,11 +146,28 @@ class CudaBackend(BlockExperts):
         total = sum(weight.out for weight in weights)
         suffix = _DTYPE_SUFFIX[out.dtype]
         q8 = bool(codes) and not codes[0].is_fp8
-        warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None, q8)
-        self._products(codes[0] if codes else None).launch(
-            f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}",
-            (-(-total // (16 * row_blocks)), 1),
-            row_blocks * warps * 32,
+        outs = [weight.out for weight in weights]
+        rows = None
+        if (
+            self._digits is not None
+            and group is None
+            and not q8
+            and not (codes and bf16)
+            and out.stride(0) % 4 == 0
+        ):
+            rows = rows_variant(tiles, inner, outs, bool(codes))
+        if rows is not None:
+            module = compiled_module("gemm_rows.cu", self.device, rows.defines(tiles))
+            name, blocks, threads = f"rows_{suffix}", rows.thread_blocks(outs), rows.rows
+        else:
+            warps, depth, row_blocks = gemv_variant(tiles, inner, total, group is not None, q8)
+            module = self._products(codes[0] if codes else None)
+            name = f"gemv_{suffix}_{tiles}_{warps}_{depth}_{row_blocks}"
+            blocks, threads = -(-total // (16 * row_blocks)), row_blocks * warps * 32
+        module.launch(
+            name,
+            (blocks, 1),
+            threads,
             *_code_arguments(codes, 0),
             *_code_arguments(codes, 1),
             bf16[0].weight if bf16 else None,
@@ -159,6 +181,7 @@ class CudaBackend(BlockExperts):
             out.stride(0),
             group or 0,
             pdl=self.pdl,
+            shared=0 if rows is None else rows.memory(tiles),
         )
 
     def _products(self, codes: PackedWeight | None) -> Module:

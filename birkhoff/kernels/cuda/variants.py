@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,35 @@ class BlockVariant:
         return part, min(tiles, every - part)
 
 
+@dataclass(frozen=True)
+class RowsVariant:
+    """A form of gemm_rows.cu: warps of 32 rows in a thread block, and steps of K in flight."""
+
+    warps: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.warps
+
+    def defines(self, tiles: int) -> tuple[str, ...]:
+        resident = 2 if 2 * (self.memory(tiles) + 1024) <= 228 * 1024 and self.warps <= 4 else 1
+        return (
+            f"ROWS_TILES={tiles}",
+            f"ROWS_WARPS={self.warps}",
+            f"ROWS_STAGES={self.stages}",
+            f"ROWS_RESIDENT={resident}",
+        )
+
+    def memory(self, tiles: int) -> int:
+        """Bytes of dynamic shared memory: steps of weights and inputs, then the sums of all rows and tokens."""
+        steps = self.stages * (self.rows * 128 + tiles * 8 * 272)
+        return max(steps, tiles * 8 * (self.rows + 4) * 4)
+
+    def thread_blocks(self, outs: Iterable[int]) -> int:
+        return sum(-(-out // self.rows) for out in outs)
+
+
 # Variants that were measured to be faster than `BlockVariant(type)`: by type, kernel ("gate_up" or "down") and whether
 # there is one token.
 BLOCK_CHOICES = {
@@ -144,6 +173,26 @@ def reads_experts(w: ExpertLayerWeights, width: int, inner: int) -> bool:
 
 def is_fp8_experts(w: ExpertLayerWeights) -> bool:
     return all(kind.name == "FP8" for kind in w.expert_types)
+
+
+MANY_ROWS = 32768  # of weights, from which gemm_rows.cu is faster
+ROWS_CHOICES = {  # by tiles of eight tokens: bfloat16 weights, and FP8 weights of up to and above MANY_ROWS
+    4: (RowsVariant(4, 3), RowsVariant(8, 4), RowsVariant(10, 3)),
+    8: (RowsVariant(4, 3), RowsVariant(4, 3), RowsVariant(10, 3)),
+}
+
+
+def rows_variant(tiles: int, inner: int, outs: Sequence[int], fp8: bool) -> RowsVariant | None:
+    """The variant of gemm_rows.cu for matrices of `outs` rows, or None where gemv.cu is faster or was not compared."""
+    total = sum(outs)
+    if (
+        tiles not in ROWS_CHOICES
+        or total < MANY_ROWS
+        or any(out % 32 for out in outs)
+        or (fp8 and inner > 1024)
+    ):
+        return None
+    return ROWS_CHOICES[tiles][0 if not fp8 else 1 if total == MANY_ROWS else 2]
 
 
 def gemv_variant(tiles: int, inner: int, total: int, grouped: bool, q8: bool = False) -> tuple[int, int, int]:

@@ -70,6 +70,35 @@ def test_a_row_does_not_depend_on_the_other_rows_of_a_batch(kind):
 
 
 @needs_native
+@pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.name)
+@given(exponents=st.lists(st.integers(-100, 40), min_size=512, max_size=512), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=6, deadline=None)
+def test_inputs_of_any_size_are_rounded_by_little_of_the_largest(kind, exponents, seed):
+    """Types from Q2_K on may round inputs to 2^-22 of the largest of their 256 columns, others to float32."""
+    matrix = random_matrix(kind, 5, 512)
+    sizes = torch.exp2(torch.tensor(exponents, dtype=torch.float32))
+    x = (torch.randn(2, 512, generator=torch.Generator().manual_seed(seed)) * sizes).float()
+    x[1, :256] = 0
+    expected = x.double() @ matrix.dense().double().T
+    largest = x.double().abs().view(2, 2, 256).amax(-1)
+    weights = matrix.dense().double().abs().view(5, 2, 256).sum(-1)
+    bound = 2.0**-19 * largest @ weights.T
+    assert ((native.Product([matrix])(x).double() - expected).abs() <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_inputs_that_are_not_finite_affect_their_own_row_only(kind, value):
+    product = native.Product([random_matrix(kind, 5, 512)])
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(4))
+    expected = product(x)
+    x[1, 300] = value
+    actual = product(x)
+    assert not torch.isfinite(actual[1]).any() and torch.equal(actual[[0, 2]], expected[[0, 2]])
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "FP8"])
 @pytest.mark.parametrize("columns", [1, 8, 17, 130, 257])
 def test_native_products_take_any_width(name, columns):

@@ -142,7 +142,7 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
         "--json",
     ]
     whole = harvest(engine, open_texts(data), Capture(HOOKS), tmp_path / "whole")
-    interrupted = 0
+    interrupted, pause = 0, whole.seconds / (2 * kills)
     while interrupted < kills or not _complete_texts(out, tmp_path / "copy"):
         process = subprocess.Popen(
             command,
@@ -151,15 +151,17 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
             env=clean_environment(BIRKHOFF_DEVICE="cpu"),
         )
         _until_rows_are_written(process, out, more_than=_bytes_under(out))
-        time.sleep(draw.uniform(0, whole.seconds / (2 * kills)))
+        time.sleep(draw.uniform(0, pause))
         process.send_signal(signal.SIGKILL)
         _, stderr = process.communicate()
         interrupted += 1
         assert process.returncode in (-signal.SIGKILL, 0), stderr.decode()
         print(f"kill {interrupted}: status {process.returncode}, {_bytes_under(out)} bytes under the root")
-        if process.returncode == 0:  # it ended before it could be killed: again from the beginning
+        if (
+            process.returncode == 0
+        ):  # it ended before it could be killed: again from the beginning, and sooner
             shutil.rmtree(out)
-            interrupted = 0
+            interrupted, pause = 0, pause / 4
     done = subprocess.run(
         command, capture_output=True, env=clean_environment(BIRKHOFF_DEVICE="cpu"), timeout=500
     )

@@ -41,7 +41,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("digit_experts")
-    text = '#define DIGITS_STAGES 4\n#include "hopper_on_cpu.h"\n'
+    text = '#include "hopper_on_cpu.h"\n'
     for name in (
         "common.cuh",
         "gemv.cuh",

@@ -9,12 +9,7 @@
 
 extern __shared__ __align__(1024) u8 memory[];
 
-#ifndef DIGITS_STAGES
-#define DIGITS_STAGES 4
-#define DIGITS_RESIDENT 3
-#endif
-
-constexpr int THREADS = 128, ROWS = 64, STAGES = DIGITS_STAGES;
+constexpr int THREADS = 128, ROWS = 64, STAGES = 4;  // three thread blocks per multiprocessor
 constexpr int STEP = 256;  // columns: 128 bytes of codes and 8 scales per row, 1024 bytes of digits per token
 constexpr int CODES = ROWS * 128, SCALES = ROWS * 8, INPUTS = 4 * 1024;
 constexpr int STAGE = CODES + INPUTS + SCALES;
@@ -266,12 +261,12 @@ __device__ __forceinline__ void down(const ExpertSlot* slots, int slot_count, co
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, DIGITS_RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     digits_gate_up(const ExpertSlot* slots, const int* order, const float* weights, const u8* x, u8* z, int inner,
                    int width, int topk, float limit, float gain, float z_gain) {
     gate_up(slots, order, weights, x, z, inner, width, topk, limit, gain, z_gain);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, DIGITS_RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     digits_down(const ExpertSlot* slots, int slot_count, const int* order, const u8* z, float* y, int inner, int width,
                 int topk, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {
     down(slots, slot_count, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n);

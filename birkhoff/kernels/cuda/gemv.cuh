@@ -30,12 +30,6 @@ __device__ __forceinline__ uint4 load_input16(const void* p, bool valid) {
     return v;
 }
 
-__device__ __forceinline__ u32 e4m3x2_to_f16x2(u32 two_e4m3) {
-    u32 r;
-    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(two_e4m3));
-    return r;
-}
-
 // Four codes to two pairs. The halves of the register are operands as they are, which a shift by 16 would not be.
 __device__ __forceinline__ uint2 e4m3x4_to_f16x4(u32 four_e4m3) {
     uint2 r;

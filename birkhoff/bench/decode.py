@@ -245,6 +245,7 @@ CLASSES = {
     "gemv": "products",
     "_gemv": "products",
     "rows_": "products",
+    "project_query": "products",  # with the norm of the query latent
     "router_gate_up": "router and shared expert",  # with the routing of a single token
     "route": "routing",
     "experts_gate_up": "experts",

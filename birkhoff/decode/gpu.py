@@ -308,9 +308,11 @@ class Decoder:
         indexed = w.ratio == 4 and buffers.max_entries > 0
         given = tap.rules(buffers.rows, c.num_attention_heads, w.ratio)
         rules = None if given is None else (given.counts, given.table, given.sink)
-        kernels.gemv(
-            w.q_b_proj if indexed else w.q_b_proj[:1], (buffers.latent_fp16, buffers.latent), buffers.queries
-        )
+        queries = w.q_b_proj if indexed else w.q_b_proj[:1]
+        latent = (buffers.latent_fp16, buffers.latent)
+        raw = (buffers.qkv, w.q_norm, c.rms_norm_eps)
+        if self.released or not kernels.project_queries(queries, *raw, buffers.queries):
+            kernels.gemv(queries, latent, buffers.queries)
         if indexed:
             heads = c.index_n_heads
             index_queries = c.num_attention_heads * c.head_dim  # first column

@@ -75,6 +75,10 @@ class TritonBackend:
             gemv([weight], x[0] if weight.is_codes else x[1], part, group)
             column += weight.out
 
+    def project_queries(self, *_: object) -> bool:
+        """The norm has a launch of its own."""
+        return False
+
     def read_streams(
         self,
         buffers: StreamBuffers,

@@ -18,6 +18,7 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -168,6 +169,11 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&f, &bits, 4);
     return f;
 }
+inline unsigned __float_as_uint(float f) {
+    unsigned bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
 inline _Float16 e4m3_to_f16(unsigned code) {  // the bits shifted into place are the value times 2^-8
     return f16_of((code & 0x80) << 8 | (code & 0x7f) << 7) * (_Float16)256;
 }
@@ -179,7 +185,6 @@ inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); 
 
 // Only other kernels use these, so they are declared and never called.
 unsigned __reduce_min_sync(unsigned, unsigned);
-unsigned __float_as_uint(float);
 uint2 load_once8(const void*);
 
 // Barriers of bulk copies: a phase ends with one arrival and when all expected bytes were copied.

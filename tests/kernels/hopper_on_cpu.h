@@ -5,16 +5,10 @@
 #include <condition_variable>
 #include <mutex>
 
-#define __align__(n)
 typedef unsigned char u8;
 alignas(1024) static u8 memory[256 * 1024];
 
 inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const u8*>(p) - memory; }
-unsigned __float_as_uint(float v) {
-    unsigned bits;
-    memcpy(&bits, &v, 4);
-    return bits;
-}
 inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 template <typename PICK> unsigned by_byte(unsigned a, unsigned b, PICK pick) {
     unsigned r = 0;

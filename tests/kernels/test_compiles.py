@@ -66,44 +66,24 @@ def test_kernels_compile_for_other_gpus_and_fit_their_shared_memory(tmp_path):
 
 # What CUDA sources are compiled for. Older GPUs, without programmatic dependent launch, use the Triton twins; the
 # matrix instructions of the sources of sm_90a exist on 9.0 only; elsewhere other kernels run.
+PORTABLE = (
+    "gemv",
+    "gemm_rows",
+    "experts",
+    "fp8_experts",
+    "blocks",
+    "mhc",
+    "query",
+    "route",
+    "topk",
+    "attend",
+    "sample",
+)
 CUDA_TARGETS = {
-    "sm_90": (
-        "gemv",
-        "gemm_rows",
-        "experts",
-        "fp8_experts",
-        "blocks",
-        "mhc",
-        "route",
-        "topk",
-        "attend",
-        "sample",
-    ),
+    "sm_90": PORTABLE,
     "sm_90a": ("prompt_experts", "digit_experts"),
-    "sm_100": (
-        "gemv",
-        "gemm_rows",
-        "experts",
-        "fp8_experts",
-        "blocks",
-        "mhc",
-        "route",
-        "topk",
-        "attend",
-        "sample",
-    ),
-    "sm_120": (
-        "gemv",
-        "gemm_rows",
-        "experts",
-        "fp8_experts",
-        "blocks",
-        "mhc",
-        "route",
-        "topk",
-        "attend",
-        "sample",
-    ),
+    "sm_100": PORTABLE,
+    "sm_120": PORTABLE,
 }
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
+from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import Q8_ROWS, TYPES
 from birkhoff.kernels.packed.grids import grid
 from tests.kernels.test_cuda_blocks import fp4_order, kind_of, worst
@@ -36,6 +37,10 @@ SHARED = ", int shared_blocks, const u8* shared_codes, const u16* z_shared, int 
 GEMV_ARGUMENTS = (
     "const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2, int rows8b, const u16* weight16, "
     "int rows16, const u16* xh, const u16* xb, int n, int inner, int x_stride, float* out, int out_stride, int group"
+)
+QUERY_ARGUMENTS = (
+    "const u8* codes, const u8* scale, int rows, const u8* codes2, const u8* scale2, int rows2, const float* raw, "
+    "const float* weight, float eps, float* out"
 )
 # Every decoder, in both forms: a tile per thread block, and a range of tiles in two or three stages. Those that differ
 # from another by copies of a table only are left to the full suite.
@@ -56,7 +61,8 @@ def without_ptx(text: str) -> str:
 def caller(name: str, function: str, kernel: str, threads: int, block_type: bool) -> str:
     """A function `name` that runs blocks of a grid of the kernel `function`."""
     count, table, shared = ("int slot_count, ", "const u8* grid, ", SHARED) if block_type else ("", "", "")
-    declared = ARGUMENTS.get(kernel, GEMV_ARGUMENTS).format(count=count, grid=table, shared=shared)
+    others = {"gemv": GEMV_ARGUMENTS, "query": QUERY_ARGUMENTS}
+    declared = (ARGUMENTS | others)[kernel].format(count=count, grid=table, shared=shared)
     passed = ", ".join(each.split()[-1] for each in declared.split(", "))
     return (
         f'extern "C" void {name}(Place shape, const int (*blocks)[2], int block_count, {declared}) {{\n'
@@ -83,6 +89,8 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         text += caller(f"{kernel}_FP8", f"{kernel}_fp8", kernel, 128, False)
     text += "#define Q8_CODES 1\n" + without_ptx((SOURCES / "gemv.cu").read_text())
     text += caller("gemv_q8", "gemv<2, 2, 2, 1>", "gemv", 64, False)
+    text += without_ptx((SOURCES / "query.cu").read_text())
+    text += caller("query", "project_query<float>", "query", 256, False)
     (folder / "kernels.cpp").write_text(text)
     flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
     subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
@@ -239,3 +247,16 @@ def test_products_of_q8_rows_equal_the_product_of_their_values(library):
         own = x.double().view(rows, 5, columns)
         parts = [dense[at : at + 16] @ own[:, at // 16 if group else 0].T for at in range(0, 80, 16)]
         assert worst(out, torch.cat(parts).T) < 2e-6
+
+
+def test_queries_are_products_with_the_norm_of_the_latent(library):
+    generator = torch.Generator().manual_seed(3)
+    raw, weight = torch.randn(1024, generator=generator), torch.rand(1024, generator=generator)
+    weights = [PackedWeight.of([random_matrix(TYPES["FP8"], rows, 1024, rows)]) for rows in (48, 32)]
+    out = torch.full((80,), float("nan"))
+    parts = [part for each in weights for part in (each.weight, each.scale, each.out)]
+    run(library.query, (5, 1), [(block, 0) for block in range(5)], *parts, raw, weight, 1e-6, out)
+    x = raw.bfloat16().float()
+    x = (x * torch.rsqrt(x.square().mean() + 1e-6) * weight).bfloat16().half()
+    dense = torch.cat([each.dense() for each in weights])
+    assert worst(out, dense.double() @ x.double()) < 2e-6

@@ -35,6 +35,7 @@ from birkhoff.kernels.linear.packed import PackedWeight
 if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
+QUERY_RANK = 1024  # width of the query latent in query.cu
 MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
 _DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _FP16_OCTAVES = 29
@@ -94,7 +95,7 @@ class CudaBackend(BlockExperts):
         self.device = device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         sources: list[tuple[str, tuple[str, ...]]] = [
-            (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
+            (f"{stem}.cu", ()) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend", "query")
         ]
         sources += sorted(type_sources(types))
         hopper = torch.cuda.get_device_capability(device) == (9, 0)
@@ -104,7 +105,7 @@ class CudaBackend(BlockExperts):
             sources.append(("digit_experts.cu", ()))
         with ThreadPoolExecutor(len(sources)) as pool:  # NVRTC takes seconds per source
             modules = list(pool.map(lambda each: compiled_module(each[0], device, each[1]), sources))
-        self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = modules[:6]
+        self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend, self._query = modules[:7]
         self._digits = modules[-1] if hopper else None
 
     def reads_digits(self, config: V4Config) -> bool:
@@ -183,6 +184,34 @@ class CudaBackend(BlockExperts):
             pdl=self.pdl,
             shared=0 if rows is None else rows.memory(tiles),
         )
+
+    def project_queries(
+        self,
+        weights: Sequence[PackedWeight],
+        raw: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> bool:
+        """`gemv` of a single token with the RMS norm of the first columns of `raw`; False if it does not apply.
+
+        Runs beside the preceding launch, which must not write `raw` nor have started before `raw` was complete."""
+        fp8 = all(weight.is_fp8 and weight.inner == QUERY_RANK and weight.out % 16 == 0 for weight in weights)
+        if raw.shape[0] > 1 or not fp8 or len(weights) > 2 or out.dtype is not torch.bfloat16:
+            return False
+        self._query.launch(
+            "project_query",
+            (sum(weight.out for weight in weights) // 16, 1),
+            256,
+            *_code_arguments(weights, 0),
+            *_code_arguments(weights, 1),
+            raw,
+            norm,
+            eps,
+            out,
+            pdl=self.pdl,
+        )
+        return True
 
     def _products(self, codes: PackedWeight | None) -> Module:
         """gemv.cu for the type of `codes`."""
@@ -632,7 +661,7 @@ def _host_suffix(w: ExpertLayerWeights) -> str:
 
 
 def _code_arguments(
-    weights: list[PackedWeight], index: int
+    weights: Sequence[PackedWeight], index: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Codes, scales (of FP8) and rows of matrix `index`, or of an absent one."""
     if index >= len(weights):

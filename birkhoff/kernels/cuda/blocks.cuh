@@ -83,16 +83,6 @@ __device__ __forceinline__ float half_at(const u8* p) {
     return f;
 }
 
-// Store a number as float16 and return what was stored.
-__device__ __forceinline__ float store_f16(u16* p, float v) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-    *p = bits;
-    float stored;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(stored) : "h"(bits));
-    return stored;
-}
-
 // A number from 0 to 255 as float16, twice.
 __device__ __forceinline__ u32 small_to_f16x2(u32 n) { return sub_f16x2(n * 0x00010001u | 0x64006400u, 0x64006400u); }
 

@@ -61,6 +61,21 @@ __device__ __forceinline__ u32 bytes_to_f16x2(u32 four) {
 
 __device__ __forceinline__ i64 q8_row_bytes(int inner) { return inner / 32 * 34; }
 
+// Store a number as float16 and return what was stored.
+__device__ __forceinline__ float store_f16(u16* p, float v) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    *p = bits;
+    float stored;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(stored) : "h"(bits));
+    return stored;
+}
+
+__device__ __forceinline__ float round_to_bf16(float v) {
+    const u32 bits = __float_as_uint(v);
+    return __uint_as_float((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 s) {
     u32 r;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(s));

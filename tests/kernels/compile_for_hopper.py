@@ -83,8 +83,8 @@ COUNTS = {
 }
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
-    "experts gate_up": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(128, False, True)),
-    "experts down": (experts._down, EXPERTS, PACKED | experts.tile_config(128, False, False)),
+    "experts gate_up": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(False, True)),
+    "experts down": (experts._down, EXPERTS, PACKED | experts.tile_config(False, False)),
     "linear fp8": (
         linear._packed_linear,
         {"x": F16, "weight": U8, "scale": U8, "grid": U8, "out": BF16},
@@ -171,12 +171,8 @@ def target_kernels(name: str) -> dict[str, tuple]:
     spread = {"PRMT": True, "TOKENS": 128, **fp8_experts.tile_config(128)}
     rounding = {"num_warps": 4, "num_stages": 3}
     found = KERNELS | {
-        "experts gate_up": (
-            experts._gate_up,
-            EXPERTS,
-            packed | experts.tile_config(128, False, True, shared),
-        ),
-        "experts down": (experts._down, EXPERTS, packed | experts.tile_config(128, False, False, shared)),
+        "experts gate_up": (experts._gate_up, EXPERTS, packed | experts.tile_config(False, True, shared)),
+        "experts down": (experts._down, EXPERTS, packed | experts.tile_config(False, False, shared)),
         "linear fp8": (
             linear_kernel,
             linear_types,

@@ -236,12 +236,10 @@ def tile_config(size: int) -> dict[str, int]:
     return {"ROWS": 128, "num_warps": 8 if size == 128 else 4, "num_stages": 3}
 
 
-def gate_up(
-    x, x_scale, addresses, blocks, order, weights, z, limit, size: int, config: dict[str, int] | None = None
-) -> None:
+def gate_up(x, x_scale, addresses, blocks, order, weights, z, limit, size: int) -> None:
     """x [n, d] codes, x_scale [d / 128, n] -> z [pairs in sorted order, inner]: SwiGLU times the routing weight."""
     inner, width = z.shape[1], x.shape[1]
-    config = config or tile_config(size)
+    config = tile_config(size)
     _gate_up_fp8[(-(-2 * inner // config["ROWS"]), len(blocks))](
         x,
         x_scale,
@@ -262,10 +260,10 @@ def gate_up(
     )
 
 
-def down(z, z_scale, addresses, blocks, order, y, size: int, config: dict[str, int] | None = None) -> None:
+def down(z, z_scale, addresses, blocks, order, y, size: int) -> None:
     """z [pairs in sorted order, inner] codes, z_scale [inner / 128, pairs] -> y [n * k, d] in pair order."""
     inner, width = z.shape[1], y.shape[1]
-    config = config or tile_config(size)
+    config = tile_config(size)
     _down_fp8[(-(-width // config["ROWS"]), len(blocks))](
         z,
         z_scale,

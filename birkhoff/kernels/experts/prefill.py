@@ -276,7 +276,7 @@ def _down(
         tl.store(target, total.to(y.dtype.element_ty), mask=(t < count)[None, :] & (r < width)[:, None])
 
 
-def tile_config(size: int, fp32: bool, gated: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
+def tile_config(fp32: bool, gated: bool, shared: int = HOPPER_SHARED) -> dict[str, int]:
     """Tile sizes: weight rows, bytes of a row per iteration, warps and stages."""
     if fp32:
         return {"ROWS": 32, "BYTES": 32, "num_warps": 4, "num_stages": 2}
@@ -291,14 +291,12 @@ def has_bf16x2(x: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def gate_up(
-    x, addresses, blocks, order, weights, z, limit, size: int, config: dict[str, int] | None = None
-) -> None:
+def gate_up(x, addresses, blocks, order, weights, z, limit, size: int) -> None:
     """x [n, d] deinterleaved -> z [pairs in sorted order, inner] deinterleaved: SwiGLU times the routing weight."""
     inner = z.shape[1]
     width = x.shape[1]
     fp32 = x.dtype is torch.float32
-    config = config or tile_config(size, fp32, True, shared_memory(x.device))
+    config = tile_config(fp32, True, shared_memory(x.device))
     _gate_up[(-(-2 * inner // config["ROWS"]), len(blocks))](
         x,
         addresses,
@@ -317,12 +315,12 @@ def gate_up(
     )
 
 
-def down(z, addresses, blocks, order, y, size: int, config: dict[str, int] | None = None) -> None:
+def down(z, addresses, blocks, order, y, size: int) -> None:
     """z [pairs in sorted order, inner] -> y [n * k, d] in pair order."""
     inner = z.shape[1]
     width = y.shape[1]
     fp32 = z.dtype is torch.float32
-    config = config or tile_config(size, fp32, False, shared_memory(z.device))
+    config = tile_config(fp32, False, shared_memory(z.device))
     _down[(-(-width // config["ROWS"]), len(blocks))](
         z, addresses, blocks, order, y, inner, width, FP32=fp32, BF16X2=has_bf16x2(z), TOKENS=size, **config
     )

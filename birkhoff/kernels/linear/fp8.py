@@ -75,17 +75,13 @@ def tile_config(n: int) -> dict[str, int]:
 
 
 def fp8_product(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    weight: PackedWeight,
-    dtype: torch.dtype,
-    config: dict[str, int] | None = None,
+    codes: torch.Tensor, scales: torch.Tensor, weight: PackedWeight, dtype: torch.dtype
 ) -> torch.Tensor:
     """codes [n, in] in their natural order, scales [in / 128, n or more] -> [n, out]."""
     assert weight.tile_scale is not None
     n, inner = codes.shape
     out = torch.empty(n, weight.out, dtype=dtype, device=codes.device)
-    config = config or tile_config(n)
+    config = tile_config(n)
     row_tiles, token_tiles = weight.out // config["ROWS"], -(-n // config["TOKENS"])
     _fp8_product[(row_tiles * token_tiles,)](
         codes,

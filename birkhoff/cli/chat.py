@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from birkhoff.cli.engine_io import open_engine, output_to_json
-from birkhoff.cli.generate import decode_utf8
+from birkhoff.cli.generate import Effort, JsonAnswers, decode_utf8
 from birkhoff.cli.line_input import read_lines, stop_on_interrupt
 from birkhoff.cli.options import shared_options, split_options
 from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer
@@ -35,11 +35,9 @@ def chat(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Generate reasoning before the answer.")
     ] = False,
-    effort: Annotated[
-        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).")
-    ] = None,
+    effort: Effort = None,
     steer: Steer = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+    json: JsonAnswers = False,
     **options: Any,
 ) -> None:
     """Chat with a model; type /help for the commands."""

@@ -17,6 +17,16 @@ from birkhoff.cli.terminal import print_status, progress_bar
 if TYPE_CHECKING:
     from birkhoff.sae.train import StepReport
 
+Features = Annotated[int, typer.Option(help="Number of features.")]
+Steps = Annotated[int, typer.Option(help="Training steps.")]
+BatchRows = Annotated[int, typer.Option(help="Rows per training step.")]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        help="Peak learning rate. [default: 2e-3, less from 4,096 features or rows of 1,024 numbers on]"
+    ),
+]
+
 
 @contextmanager
 def training_progress(steps: int) -> Iterator[Callable[[StepReport], None]]:
@@ -46,17 +56,12 @@ def crosscoder(
         ),
     ] = None,
     view: Annotated[str, typer.Option(help="View of streams: flat or mean.")] = "flat",
-    features: Annotated[int, typer.Option(help="Number of features.")] = 4096,
+    features: Features = 4096,
     k: Annotated[int, typer.Option(help="Active features per row.")] = 32,
     kind: Annotated[str, typer.Option(help="batchtopk, topk, jumprelu, gated or matryoshka.")] = "batchtopk",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
-    batch_rows: Annotated[int, typer.Option(help="Rows per training step.")] = 2048,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Peak learning rate. [default: 2e-3, less from 4,096 features or rows of 1,024 numbers on]"
-        ),
-    ] = None,
+    steps: Steps = 1000,
+    batch_rows: BatchRows = 2048,
+    rate: Rate = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same weights.")] = 0,
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
     half: Annotated[

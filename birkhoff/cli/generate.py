@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from birkhoff.output import Output, Stream
 
 MAX_REQUESTS = 8
+Effort = Annotated[str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).")]
+JsonAnswers = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")]
 
 
 @shared_options("Model", "Sampling")
@@ -37,11 +39,9 @@ def generate(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Generate reasoning before the answer (with --chat).")
     ] = False,
-    effort: Annotated[
-        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).")
-    ] = None,
+    effort: Effort = None,
     steer: Steer = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
+    json: JsonAnswers = False,
     **options: Any,
 ) -> None:
     """Complete a text; the output is streamed to stdout."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.cli.crosscoder import crosscoder, training_progress
+from birkhoff.cli.crosscoder import BatchRows, Features, Rate, Steps, crosscoder, training_progress
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
 from birkhoff.cli.report import Tokens, read_tokenizer
@@ -54,19 +54,14 @@ def train(
     view: Annotated[
         str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
     ] = "single",
-    features: Annotated[int, typer.Option(help="Number of features.")] = 4096,
+    features: Features = 4096,
     k: Annotated[int, typer.Option(help="Active features per row; on average for all kinds but topk.")] = 32,
     kind: Annotated[
         str, typer.Option(help="batchtopk, matryoshka (both saved as jumprelu), topk, jumprelu or gated.")
     ] = "batchtopk",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
-    batch_rows: Annotated[int, typer.Option(help="Rows per training step.")] = 2048,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Peak learning rate. [default: 2e-3, less from 4,096 features or rows of 1,024 numbers on]"
-        ),
-    ] = None,
+    steps: Steps = 1000,
+    batch_rows: BatchRows = 2048,
+    rate: Rate = None,
     decay: Annotated[
         float, typer.Option(help="Final share of the steps over which the learning rate decays to 0.")
     ] = 0.3,

@@ -69,9 +69,9 @@ def test_the_bench_leaves_the_chat_alone(open_tab):
         " && document.querySelectorAll('[data-strip=steered] .tok').length > 5"
     )
     steered = page.locator('[data-strip="steered"] .tok').all_text_contents()
-    page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent !== {pinned!r}")
+    page.wait_for_function(f"() => document.querySelector('[data-pin]')?.textContent !== {pinned!r}")
     page.click("#tab-chat")
-    page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent === {pinned!r}")
+    page.wait_for_function(f"() => document.querySelector('[data-pin]')?.textContent === {pinned!r}")
     assert texts(tab) == answer
     assert page.locator(".conversation .message.user .text").all_inner_texts() == [
         "Tell me a story about a cat."

@@ -172,11 +172,11 @@ def test_a_link_of_a_panel_reproduces_the_view(open_tab, chromium):
     try:
         other.done()
         other.page.wait_for_function(
-            f"() => document.querySelector('[data-pin]').textContent === {page.inner_text('[data-pin]')!r}"
+            f"() => document.querySelector('[data-pin]')?.textContent === {page.inner_text('[data-pin]')!r}"
         )
         for part in ('[data-strip="answer"]', '[data-panel="lineage"]'):
             other.page.wait_for_function(
-                "([part, text]) => document.querySelector(part).innerText === text",
+                "([part, text]) => document.querySelector(part)?.innerText === text",
                 arg=[part, page.inner_text(part)],
             )
         assert other.page.locator('[data-panel="heatmap"] select >> nth=0').input_value() == "keep"

@@ -61,7 +61,7 @@ def test_the_pinned_token_is_the_same_in_every_panel(answered):
         tokens.nth(index).click()
         position = tokens.nth(index).get_attribute("data-position")
         tab.page.wait_for_function(
-            f"() => document.querySelector('[data-pin]').textContent.includes('position {position}')"
+            f"() => document.querySelector('[data-pin]')?.textContent.includes('position {position}')"
         )
         tab.page.wait_for_selector(f'[data-strip="answer"] .tok.pinned[data-position="{position}"]')
         shown = tab.page.wait_for_function(
@@ -82,12 +82,12 @@ def test_a_click_in_the_heat_map_pins_that_column(answered):
     box = canvas.bounding_box()
     tab.page.mouse.click(box["x"] + 60, box["y"] + 40)
     tab.page.wait_for_function(
-        "() => document.querySelector('[data-pin]').textContent.includes('position 0')"
+        "() => document.querySelector('[data-pin]')?.textContent.includes('position 0')"
     )
     canvas.focus()
     tab.page.keyboard.press("ArrowRight")
     tab.page.wait_for_function(
-        "() => document.querySelector('[data-pin]').textContent.includes('position 1')"
+        "() => document.querySelector('[data-pin]')?.textContent.includes('position 1')"
     )
 
 
@@ -97,9 +97,9 @@ def test_a_click_in_the_heat_map_pins_that_column(answered):
 def test_every_scalar_can_be_shown(answered, scalar):
     tab = answered
     tab.page.select_option('[data-panel="heatmap"] select >> nth=0', scalar)
-    tab.page.wait_for_selector('[data-panel="heatmap"] .figure canvas')
-    tab.page.wait_for_function(  # more than eight colours, once the values are painted
+    tab.page.wait_for_function(  # more than eight colours, once the values have come and are painted
         "() => { const node = document.querySelector('[data-panel=heatmap] .figure canvas');"
+        " if (!node?.width) return false;"
         " const d = node.getContext('2d').getImageData(0, 0, node.width, node.height).data, seen = new Set();"
         " for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]);"
         " return seen.size > 8; }"
@@ -250,6 +250,6 @@ def test_a_circuit_is_found_and_drawn(open_tab):
     tab.page.wait_for_selector("#page-circuit img", timeout=600_000)
     said = tab.page.inner_text("#page-circuit p:has-text('nodes keep')")
     assert "Random sets" in said and "is left" in said
-    tab.page.wait_for_function("() => document.querySelector('#page-circuit img').naturalWidth > 100")
+    tab.page.wait_for_function("() => document.querySelector('#page-circuit img')?.naturalWidth > 100")
     assert "post_attn[" in tab.page.get_attribute("#page-circuit img", "alt")
     assert not tab.faults

@@ -62,6 +62,7 @@ def test_the_bench_is_ready_wide_and_tells_about_its_vector(open_tab):
     short_answers(tab)
     page.wait_for_selector(".edit", state="attached")
     page.click("#tab-steer")
+    page.wait_for_selector("main[data-talk=steer]")  # the page draws its state in the next frame
     assert page.locator("#talk").bounding_box()["width"] > 1100
     assert page.inner_text("[data-note]")
     page.click("#steer-run")  # nothing else is needed
@@ -70,6 +71,7 @@ def test_the_bench_is_ready_wide_and_tells_about_its_vector(open_tab):
         " && document.querySelectorAll('[data-strip=steered] .tok').length > 5"
     )
     page.click("#tab-chat")
+    page.wait_for_selector("main[data-talk=chat]")
     assert page.locator("#talk").bounding_box()["width"] < 700
     assert not tab.faults
 

@@ -85,6 +85,7 @@ def test_the_bench_leaves_the_chat_alone(open_tab):
         "What happened next?",
     ]
     page.click("#tab-steer")
+    page.wait_for_selector("main[data-talk=steer]")
     assert page.locator('[data-strip="steered"] .tok').all_text_contents() == steered
     tab.done()
     assert not tab.faults

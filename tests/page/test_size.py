@@ -34,6 +34,7 @@ def test_nothing_is_wider_than_the_window(open_tab, width):
         tab.page.wait_for_timeout(150)
         assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, look
     tab.page.click("#tab-steer")
+    tab.page.wait_for_selector("main[data-talk=steer]")
     assert tab.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert not tab.faults
 

@@ -372,14 +372,12 @@ inline const uint8_t *scales_of(const Matrix &m, int64_t row) {
     return m.scales ? m.scales + row / m.scale_rows * m.scale_stride : nullptr;
 }
 
-// Whether a matrix is read from memory for every token. Smaller ones may still be in a cache.
-inline bool is_large(const Matrix &m) { return m.rows * m.row_bytes > 1 << 21; }
+// Rows are multiplied several at a time, but requested in the order of their addresses, so that memory sees one stream: this
+// many bytes before they are used. Requests for each row of its own reach little more than half of the memory's speed.
+inline int64_t prefetch_distance(const Matrix &m, int rows) { return rows * m.row_bytes + 8192; }
 
-// A hint only: addresses behind the end of a matrix are harmless. Caches do not keep a `large` one.
-inline void prefetch(const uint8_t *at, bool large) {
-    if (large) __builtin_prefetch(at, 0, 0);
-    else __builtin_prefetch(at, 0, 3);
-}
+// A hint only: addresses behind the end of a matrix are harmless.
+inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
 
 inline Vec load(const float *at) {
     Vec value;

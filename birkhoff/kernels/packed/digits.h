@@ -319,8 +319,8 @@ template <> struct ByteCodes<IQ4_XS> {
 template <int T, int ROWS, int X>
 void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t stride, float *out, int64_t out_stride) {
     typedef ByteCodes<T> Codes;
-    const bool large = is_large(m);
     __m256 acc[ROWS][X];
+    const uint8_t *next = m.codes + row * m.row_bytes + prefetch_distance(m, ROWS);
 #pragma GCC unroll 4
     for (int w = 0; w < ROWS; w++)
 #pragma GCC unroll 4
@@ -329,13 +329,14 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
         Codes codes[ROWS];
         __m256 part[ROWS][X];
         __m256i sums[ROWS][X][3];
+        if (X == 1)
+#pragma GCC unroll 16
+            for (int b = 0; b < ROWS * Codes::BYTES; b += 64) prefetch(next + b);
+        next += ROWS * Codes::BYTES;
 #pragma GCC unroll 4
         for (int w = 0; w < ROWS; w++) {
             const uint8_t *block = m.codes + (row + w) * m.row_bytes + chunk * Codes::BYTES;
             codes[w].begin(block);
-            if (X == 1)  // the rows after these: short rows end before hardware prefetch pays
-#pragma GCC unroll 4
-                for (int b = 0; b < Codes::BYTES; b += 64) prefetch(block + ROWS * m.row_bytes + b, large);
 #pragma GCC unroll 4
             for (int r = 0; r < X; r++) {
                 part[w][r] = _mm256_setzero_ps();

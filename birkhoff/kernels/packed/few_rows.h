@@ -40,16 +40,16 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
     Vec acc_few[4 * WEIGHT_ROWS];
     std::unique_ptr<Vec[]> acc_many(n > 4 ? new Vec[n * WEIGHT_ROWS] : nullptr);
     Vec *acc = n > 4 ? acc_many.get() : acc_few;
-    const bool large = is_large(m);
     for (int64_t row = first; row < stop; row += WEIGHT_ROWS) {
+        const uint8_t *next = m.codes + row * m.row_bytes + prefetch_distance(m, WEIGHT_ROWS);
         const int weight_rows = int(std::min<int64_t>(WEIGHT_ROWS, stop - row));
         memset(acc, 0, sizeof(Vec) * n * WEIGHT_ROWS);
         for (int start = 0; start < m.columns; start += CHUNK) {
             const int count = int(std::min<int64_t>(CHUNK, m.columns - start));
-            const int64_t from = m.row_bytes * start / m.columns, chunk_bytes = m.row_bytes * count / m.columns;
+            const int64_t chunk_bytes = WEIGHT_ROWS * m.row_bytes * count / m.columns;
+            for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b);
+            next += chunk_bytes;
             for (int w = 0; w < WEIGHT_ROWS; w++) {
-                const uint8_t *next = m.codes + (row + WEIGHT_ROWS + w) * m.row_bytes + from;
-                for (int64_t b = 0; b < chunk_bytes; b += 64) prefetch(next + b, large);
                 if (w < weight_rows)
                     decode<T>(m.codes + (row + w) * m.row_bytes, scales_of(m, row + w), start, count, buffer[w]);
                 if (w >= weight_rows) memset(buffer[w], 0, sizeof buffer[w]);
@@ -67,30 +67,37 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
 }
 
 #if WIDE
+// Bytes of 128 columns of a row in its own memory, for types that are decoded in registers.
+constexpr int step_bytes(int type) {
+    return type == F32 ? 512 : type == F16 || type == BF16 ? 256 : type == FP8 ? 128 : type == FP4 ? 64 : type == Q8_0 ? 136 : 68;
+}
+
 // X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
-// depend on X, so that results do not depend on the other rows of a batch.
+// depend on X, so that results do not depend on the other rows of a batch. `request`: prefetch the rows after these.
 template <int T, int ROWS, int X>
-inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride) {
+inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride,
+                     bool request) {
     const __m512 table = _mm512_loadu_ps(fp4_levels);
     __m512 acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
-    const bool large = is_large(m);
-    // The rows after these: short rows end before hardware prefetch pays.
-    const int64_t next = ROWS == 1 ? 2048 : ROWS * m.row_bytes;
     for (int w = 0; w < ROWS; w++) {
         for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
         codes[w] = m.codes + (row + w) * m.row_bytes;
         scales[w] = scales_of(m, row + w);
     }
+    const uint8_t *next = codes[0] + prefetch_distance(m, ROWS);
     if (T == MXFP4 || T == Q8_0 || T == FP4) {
+        constexpr int PER = T == Q8_0 ? 2 : 4, BYTES = ROWS * step_bytes(T) / 4 * PER;
         for (int64_t g = 0; g < m.columns / 32; g++) {
             __m512 x0[X], x1[X];
             for (int r = 0; r < X; r++) {
                 x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
                 x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
             }
-            if (X == 1 && g % (T == Q8_0 ? 2 : 4) == 0)  // about a cache line of every row
-                for (int w = 0; w < ROWS; w++) prefetch(codes[w] + next + (T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16) * g, large);
+            if (request && g % PER == 0) {
+                for (int b = 0; b < BYTES; b += 64) prefetch(next + b);
+                next += BYTES;
+            }
             for (int w = 0; w < ROWS; w++) {
                 __m512 low, high, scale;
                 if (T == Q8_0) {
@@ -117,11 +124,10 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
             __m512 sum[ROWS][X];
             for (int w = 0; w < ROWS; w++)
                 for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
-            if (X == 1)
-                for (int w = 0; w < ROWS; w++) {
-                    prefetch(codes[w] + next + start, large);
-                    prefetch(codes[w] + next + start + 64, large);
-                }
+            if (request) {
+                for (int b = 0; b < ROWS * 128; b += 64) prefetch(next + b);
+                next += ROWS * 128;
+            }
             for (int64_t k = start; k < stop; k += 16) {
                 for (int w = 0; w < ROWS; w++) {
                     const __m512 weight = e4m3(codes[w] + k);
@@ -136,6 +142,11 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
         }
     } else {
         for (int64_t k = 0; k < m.columns; k += 16) {
+            if (request) {
+                constexpr int BYTES = ROWS * step_bytes(T) / 8;
+                for (int b = 0; b < BYTES; b += 64) prefetch(next + b);
+                next += BYTES;
+            }
             for (int w = 0; w < ROWS; w++) {
                 __m512 weight;
                 if (T == F32) weight = _mm512_loadu_ps((const float *)codes[w] + k);
@@ -156,9 +167,11 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
 template <int T, int ROWS>
 inline void all_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, int n, float *out, int64_t out_stride) {
     int r = 0;
-    for (; r + 4 <= n; r += 4) few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
-    for (; r + 2 <= n; r += 2) few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
-    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride);
+    for (; r + 4 <= n; r += 4)
+        few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
+    for (; r + 2 <= n; r += 2)
+        few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
+    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
 }
 
 // Columns of whole vectors only; FP4 takes x with the even columns of every 32 before the odd ones.
@@ -166,9 +179,7 @@ template <int T>
 void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
                   int64_t out_stride) {
     int64_t row = first;
-    // Short rows one after the other: four at a time are more streams than the hardware follows.
-    const bool in_turn = n == 1 && T != FP4 && T != MXFP4 && m.columns >= 512 && m.columns <= 2048;
-    for (; row + 4 <= stop && !in_turn; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
+    for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
     for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
 }
 #endif

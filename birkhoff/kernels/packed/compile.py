@@ -2,7 +2,8 @@
 
 The library is built on first use, for the instructions of this processor, and kept in the cache folder under a key of
 the source, the compiler and the processor. Without a compiler (`c++`, `g++`, `clang++` or `$CXX`) there are no native
-kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them.
+kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them; any other value is the architecture to compile
+for (`-march`), such as `x86-64-v3`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ FLAGS = (
     "-shared",
     "-fPIC",
     "-pthread",
-    "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",
@@ -44,13 +44,14 @@ FLAGS = (
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded library; None without a compiler. Compiled once per machine, which takes several seconds."""
-    if os.environ.get("BIRKHOFF_NATIVE") == "0" or sys.platform == "win32":
+    architecture = os.environ.get("BIRKHOFF_NATIVE") or "native"
+    if architecture == "0" or sys.platform == "win32":
         return None
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        return _load(build(compiler))
+        return _load(build(compiler, architecture))
     except (OSError, subprocess.SubprocessError) as error:
         print(
             f"birkhoff: the native CPU kernels could not be built ({error}); slower ones are used",
@@ -68,11 +69,12 @@ def find_compiler() -> str | None:
     return None
 
 
-def build(compiler: str) -> Path:
+def build(compiler: str, architecture: str = "native") -> Path:
     """Compile the source unless the cache folder has it; returns the library's path."""
+    flags = (*FLAGS, f"-march={architecture}")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     sources = [path.read_bytes() for path in (SOURCE, *sorted(FOLDER.glob("*.h")))]
-    key = hashlib.sha256(b"\0".join((*sources, version, _processor(), " ".join(FLAGS).encode())))
+    key = hashlib.sha256(b"\0".join((*sources, version, _processor(), " ".join(flags).encode())))
     name = f"packed-{key.hexdigest()[:32]}.so"
     folder = cache_folder("native")
     file = folder / name
@@ -81,7 +83,7 @@ def build(compiler: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        command = [compiler, *flags, str(SOURCE), "-o", str(made)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if result.returncode:
             raise subprocess.SubprocessError(result.stderr.strip()[:400])

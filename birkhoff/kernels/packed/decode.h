@@ -7,13 +7,20 @@
 #include <cstdint>
 #include <cstring>
 
+// WIDE: AVX-512. AVX2: at least that, with FMA and conversions of float16. Other processors get what the compiler makes of
+// vector types and plain loops.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define WIDE 1
-#include <immintrin.h>
 #else
 #define WIDE 0
-#if defined(__F16C__)
+#endif
+#if WIDE || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+#define AVX2 1
 #include <immintrin.h>
+#else
+#define AVX2 0
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #endif
 
@@ -36,14 +43,15 @@ struct Matrix {
 namespace {
 
 constexpr int CHUNK = 256;  // columns decoded at a time: a multiple of every block size
-typedef float Vec __attribute__((vector_size(64)));
-constexpr int LANES = 16;
+constexpr int LANES = WIDE ? 16 : 8;
+typedef float Vec __attribute__((vector_size(4 * LANES)));
 
 float e8m0_table[256];
 float e4m3_table[256];
 uint8_t grid_iq2_xxs[256][8], grid_iq2_xs[512][8], grid_iq3_xxs[256][4];
 int8_t sign_table[128][8];
 const float fp4_levels[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+const int8_t fp4_doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 const int8_t iq4_levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 inline float bits_to_float(uint32_t bits) {
@@ -55,7 +63,7 @@ inline float bits_to_float(uint32_t bits) {
 inline float half(const uint8_t *at) {
     uint16_t bits;
     memcpy(&bits, at, 2);
-#if defined(__F16C__) || WIDE
+#if AVX2
     return _cvtsh_ss(bits);
 #else
     const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31, mantissa = bits & 1023;
@@ -71,6 +79,136 @@ inline uint32_t word(const uint8_t *at) {
     return value;
 }
 
+// Sixteen bytes, and the same bits as eight words: processors have no shifts of bytes.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint16_t Words __attribute__((vector_size(16)));
+
+inline Bytes load_bytes(const uint8_t *at) {
+    Bytes bytes;
+    memcpy(&bytes, at, 16);
+    return bytes;
+}
+
+// Bits [shift, ...) under `mask` of every byte.
+inline Bytes bits_of(Bytes bytes, int shift, int mask) { return Bytes(Words(bytes) >> uint16_t(shift)) & uint8_t(mask); }
+
+// table[i] for sixteen indices below 16.
+inline Bytes look_up(const int8_t *table, Bytes index) {
+#if AVX2
+    return Bytes(_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)table), __m128i(index)));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return Bytes(vqtbl1q_s8(vld1q_s8(table), uint8x16_t(index)));
+#else
+    Bytes out;
+    for (int j = 0; j < 16; j++) out[j] = uint8_t(table[index[j]]);
+    return out;
+#endif
+}
+
+// a[0], b[0], a[1], b[1], ...: the first eight of both, and the last.
+inline void interleave(Bytes a, Bytes b, Bytes &low, Bytes &high) {
+#if AVX2
+    low = Bytes(_mm_unpacklo_epi8(__m128i(a), __m128i(b)));
+    high = Bytes(_mm_unpackhi_epi8(__m128i(a), __m128i(b)));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    low = Bytes(vzip1q_u8(uint8x16_t(a), uint8x16_t(b)));
+    high = Bytes(vzip2q_u8(uint8x16_t(a), uint8x16_t(b)));
+#else
+    for (int j = 0; j < 8; j++) {
+        low[2 * j] = a[j], low[2 * j + 1] = b[j];
+        high[2 * j] = a[j + 8], high[2 * j + 1] = b[j + 8];
+    }
+#endif
+}
+
+// out[0 .. 16) = a * values + b for sixteen signed bytes.
+inline void store16(Bytes values, float a, float b, float *out) {
+#if WIDE
+    const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(__m128i(values)));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(wide, _mm512_set1_ps(a), _mm512_set1_ps(b)));
+#elif AVX2
+    const __m128i both = __m128i(values);
+    const __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(both));
+    const __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(both, both)));
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(low, _mm256_set1_ps(a), _mm256_set1_ps(b)));
+    _mm256_storeu_ps(out + 8, _mm256_fmadd_ps(high, _mm256_set1_ps(a), _mm256_set1_ps(b)));
+#else
+    int8_t each[16];
+    memcpy(each, &values, 16);
+    for (int j = 0; j < 16; j++) out[j] = a * float(each[j]) + b;
+#endif
+}
+
+inline Vec load(const float *at) {
+    Vec value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+inline void store(float *at, Vec value) { memcpy(at, &value, sizeof value); }
+
+inline Vec splat(float value) { return value - Vec{}; }
+
+// Keep a value in a register: a compiler reads it from memory wherever it is used instead, and loads are scarce.
+template <class Value> inline void in_register(Value &value) {
+#if AVX2
+    asm("" : "+v"(value));
+#else
+    (void)value;
+#endif
+}
+
+// a * b + c, rounded once where the processor can. The compiler keeps the order of these sums, whatever a loop's length.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if WIDE
+    return Vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif AVX2
+    return Vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#else
+    return a * b + c;
+#endif
+}
+
+inline float total(Vec v) {
+#if WIDE
+    return _mm512_reduce_add_ps(__m512(v));
+#elif AVX2
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(__m256(v)), _mm256_extractf128_ps(__m256(v), 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
+    return sum;
+#endif
+}
+
+// LANES numbers of other types. E4M3 codes are 2^8 too small: their bits are those of float16. NaN codes, which loaders
+// reject, become 480.
+#if WIDE
+inline Vec signed_bytes(__m128i bytes) { return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))); }
+inline Vec signed_bytes(const uint8_t *at) { return signed_bytes(_mm_loadu_si128((const __m128i *)at)); }
+inline Vec float16s(const uint8_t *at) { return Vec(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at))); }
+inline Vec bfloat16s(const uint8_t *at) {
+    return Vec(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16));
+}
+inline Vec e4m3(const uint8_t *at) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
+    return Vec(_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xBFFF)))));
+}
+#elif AVX2
+inline Vec signed_bytes(__m128i bytes) { return Vec(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))); }
+inline Vec signed_bytes(const uint8_t *at) { return signed_bytes(_mm_loadl_epi64((const __m128i *)at)); }
+inline Vec float16s(const uint8_t *at) { return Vec(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at))); }
+inline Vec bfloat16s(const uint8_t *at) {
+    return Vec(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16));
+}
+inline Vec e4m3(const uint8_t *at) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)at));
+    return Vec(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xBFFF)))));
+}
+#endif
+
 // decode<T>(codes of a row, scales of a row, first column, count, out): columns [first, first + count) as float32.
 
 template <int T> void decode(const uint8_t *row, const uint8_t *scales, int first, int count, float *out);
@@ -82,9 +220,8 @@ template <> void decode<F32>(const uint8_t *row, const uint8_t *, int first, int
 template <> void decode<F16>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
     row += 2 * int64_t(first);
     int j = 0;
-#if WIDE
-    for (; j + 16 <= count; j += 16)
-        _mm512_storeu_ps(out + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * j))));
+#if AVX2
+    for (; j + LANES <= count; j += LANES) store(out + j, float16s(row + 2 * j));
 #endif
     for (; j < count; j++) out[j] = half(row + 2 * j);
 }
@@ -98,24 +235,14 @@ template <> void decode<BF16>(const uint8_t *row, const uint8_t *, int first, in
     }
 }
 
-#if WIDE
-// Sixteen E4M3 codes, 2^8 too small: the bits are those of float16. NaN codes, which loaders reject, become 480.
-inline __m512 e4m3(const uint8_t *codes) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xBFFF))));
-}
-#endif
-
 template <> void decode<FP8>(const uint8_t *row, const uint8_t *scales, int first, int count, float *out) {
     row += first;
     for (int start = 0; start < count;) {  // pieces under one scale
         const int stop = std::min(count, start + 128 - (first + start) % 128);
         const float scale = e8m0_table[scales[(first + start) / 128]];
         int j = start;
-#if WIDE
-        const __m512 factor = _mm512_set1_ps(scale), up = _mm512_set1_ps(256.f);
-        for (; j + 16 <= stop; j += 16)
-            _mm512_storeu_ps(out + j, _mm512_mul_ps(_mm512_mul_ps(e4m3(row + j), up), factor));
+#if AVX2
+        for (; j + LANES <= stop; j += LANES) store(out + j, e4m3(row + j) * 256.f * scale);
 #endif
         for (; j < stop; j++) out[j] = e4m3_table[row[j]] * scale;
         start = stop;
@@ -137,10 +264,12 @@ template <> void decode<FP4>(const uint8_t *row, const uint8_t *scales, int firs
         _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, low, odd));
         _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, high, odd));
 #else
-        for (int j = 0; j < 16; j++) {
-            out[2 * j] = fp4_levels[row[j] & 15] * scale;
-            out[2 * j + 1] = fp4_levels[row[j] >> 4] * scale;
-        }
+        const Bytes codes = load_bytes(row);
+        const Bytes even = look_up(fp4_doubled, codes & uint8_t(15)), odd = look_up(fp4_doubled, bits_of(codes, 4, 15));
+        Bytes low, high;
+        interleave(even, odd, low, high);
+        store16(low, 0.5f * scale, 0.f, out);
+        store16(high, 0.5f * scale, 0.f, out + 16);
 #endif
     }
 }
@@ -149,8 +278,7 @@ template <> void decode<Q8_0>(const uint8_t *row, const uint8_t *, int first, in
     row += int64_t(first / 32) * 34;
     for (int g = 0; g < count / 32; g++, row += 34, out += 32) {
         const float scale = half(row);
-        const int8_t *codes = (const int8_t *)(row + 2);
-        for (int j = 0; j < 32; j++) out[j] = float(codes[j]) * scale;
+        for (int part = 0; part < 32; part += 16) store16(load_bytes(row + 2 + part), scale, 0.f, out + part);
     }
 }
 
@@ -165,45 +293,19 @@ template <> void decode<MXFP4>(const uint8_t *row, const uint8_t *, int first, i
         const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
         _mm512_storeu_ps(out + 16, _mm512_mul_ps(high, factor));
 #else
-        for (int j = 0; j < 16; j++) {
-            out[j] = fp4_levels[row[1 + j] & 15] * scale;
-            out[j + 16] = fp4_levels[row[1 + j] >> 4] * scale;
-        }
+        const Bytes codes = load_bytes(row + 1);
+        store16(look_up(fp4_doubled, codes & uint8_t(15)), 0.5f * scale, 0.f, out);
+        store16(look_up(fp4_doubled, bits_of(codes, 4, 15)), 0.5f * scale, 0.f, out + 16);
 #endif
     }
 }
 
-#if WIDE
-// The bits [shift, ...) under `mask` of sixteen bytes.
-inline __m128i bits_of(const uint8_t *codes, int shift, int mask) {
-    const __m128i raw = _mm_loadu_si128((const __m128i *)codes);
-    return _mm_and_si128(_mm_srl_epi16(raw, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(char(mask)));
-}
-
-// out[0 .. 16) = a * values + b for sixteen signed bytes.
-inline void store16(__m128i values, float a, float b, float *out) {
-    const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values));
-    _mm512_storeu_ps(out, _mm512_fmadd_ps(wide, _mm512_set1_ps(a), _mm512_set1_ps(b)));
-}
-#endif
-
-// out[0 .. 16) = a * (((codes >> shift) & mask) + ((top >> top_shift) & top_mask) * high - offset) + b.
+// out[0 .. 16) = a * (((codes >> shift) & mask) + ((top >> top_shift) & top_mask) * high - offset) + b. `high` is 4 or 16.
 inline void fields(const uint8_t *codes, int shift, int mask, const uint8_t *top, int top_shift, int top_mask, int high,
                    int offset, float a, float b, float *out) {
-#if WIDE
-    __m128i values = bits_of(codes, shift, mask);
-    if (top) {
-        const __m128i above = bits_of(top, top_shift, top_mask);
-        values = _mm_or_si128(values, high == 4 ? _mm_slli_epi16(above, 2) : _mm_slli_epi16(above, 4));
-    }
-    if (offset) values = _mm_sub_epi8(values, _mm_set1_epi8(char(offset)));
-    store16(values, a, b, out);
-#else
-    for (int j = 0; j < 16; j++) {
-        const int above = top ? ((top[j] >> top_shift) & top_mask) * high : 0;
-        out[j] = a * float(((codes[j] >> shift) & mask) + above - offset) + b;
-    }
-#endif
+    Bytes values = bits_of(load_bytes(codes), shift, mask);
+    if (top) values |= Bytes(Words(bits_of(load_bytes(top), top_shift, top_mask)) << uint16_t(high == 4 ? 2 : 4));
+    store16(values - uint8_t(offset), a, b, out);
 }
 
 template <> void decode<Q2_K>(const uint8_t *row, const uint8_t *, int first, int count, float *out) {
@@ -286,7 +388,7 @@ template <> void decode<Q6_K>(const uint8_t *row, const uint8_t *, int first, in
 
 // Eight magnitudes times eight signs times a step.
 inline void lattice(const uint8_t *grid, const int8_t *signs, float step, float *out) {
-#if WIDE
+#if AVX2
     const __m256i magnitudes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)grid));
     const __m256i factors = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)signs));
     const __m256 values = _mm256_cvtepi32_ps(_mm256_sign_epi32(magnitudes, factors));
@@ -349,21 +451,9 @@ template <> void decode<IQ4_XS>(const uint8_t *row, const uint8_t *, int first, 
         for (int group = 0; group < 8; group++, out += 32) {
             const int low = (row[4 + group / 2] >> (4 * (group % 2))) & 15;
             const float step = d * float((low | ((high >> (2 * group)) & 3) << 4) - 32);
-            const uint8_t *codes = row + 8 + 16 * group;
-#if WIDE
-            const __m128i table = _mm_loadu_si128((const __m128i *)iq4_levels), mask = _mm_set1_epi8(15);
-            const __m128i both = _mm_loadu_si128((const __m128i *)codes);
-            const __m128i first_half = _mm_shuffle_epi8(table, _mm_and_si128(both, mask));
-            const __m128i second_half = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(both, 4), mask));
-            const __m512 factor = _mm512_set1_ps(step);
-            _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first_half)), factor));
-            _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second_half)), factor));
-#else
-            for (int j = 0; j < 16; j++) {
-                out[j] = step * float(iq4_levels[codes[j] & 15]);
-                out[j + 16] = step * float(iq4_levels[codes[j] >> 4]);
-            }
-#endif
+            const Bytes codes = load_bytes(row + 8 + 16 * group);
+            store16(look_up(iq4_levels, codes & uint8_t(15)), step, 0.f, out);
+            store16(look_up(iq4_levels, bits_of(codes, 4, 15)), step, 0.f, out + 16);
         }
     }
 }
@@ -378,31 +468,6 @@ inline int64_t prefetch_distance(const Matrix &m, int rows) { return rows * m.ro
 
 // A hint only: addresses behind the end of a matrix are harmless.
 inline void prefetch(const uint8_t *at) { __builtin_prefetch(at, 0, 3); }
-
-inline Vec load(const float *at) {
-    Vec value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-// a * b + c, rounded once where the processor can. The compiler keeps the order of these sums, whatever a loop's length.
-inline Vec fused(Vec a, Vec b, Vec c) {
-#if WIDE
-    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
-}
-
-inline float total(Vec v) {
-#if WIDE
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
-    return sum;
-#endif
-}
 
 #define FOR_TYPE(type, call)                                                                      \
     switch (type) {                                                                               \

@@ -148,8 +148,6 @@ template <int APART> struct Pairs {
     }
 };
 
-inline __m512 signed_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
-
 // A code is looked up in a table of its multiples, one for sixteen columns.
 template <> struct ByteCodes<Q2_K> : Halves {
     static constexpr int BYTES = 84, OFFSET = 0;
@@ -422,7 +420,7 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
 #pragma GCC unroll 3
                 for (int digit = 0; digit < 3; digit++) {
                     digits[digit] = Codes::x(own, s, digit);
-                    asm("" : "+v"(digits[digit]));  // in a register for all rows: loads are scarce
+                    in_register(digits[digit]);
                 }
                 if constexpr (Codes::OFFSET && !Codes::ONE_SCALE)
                     offset = _mm512_mullo_epi32(Codes::fours(own, s), _mm512_set1_epi32(Codes::OFFSET));

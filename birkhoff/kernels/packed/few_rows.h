@@ -66,10 +66,63 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
     }
 }
 
+#if AVX2
+// 32 numbers: two vectors of 16, or four of 8.
+struct Group {
+    Vec v[4];
+};
+
+inline Group load_group(const float *x) {
+    Group group;
+    group.v[0] = load(x);
+    group.v[1] = load(x + LANES);
+    if (!WIDE) {
+        group.v[2] = load(x + 2 * LANES);
+        group.v[3] = load(x + 3 * LANES);
+    }
+    return group;
+}
+
+// Sums of products of the numbers in a lane.
+inline Vec dot(const Group &a, const Group &b) {
+    const Vec two = fused(a.v[1], b.v[1], a.v[0] * b.v[0]);
+    return WIDE ? two : fused(a.v[3], b.v[3], fused(a.v[2], b.v[2], two));
+}
+
+// The codes of a group as numbers, without its scale; FP4 and MXFP4 times FP4_FACTOR. FP4 has the even columns before the
+// odd ones.
+constexpr float FP4_FACTOR = WIDE ? 1.f : 2.f;
+template <int T> inline Group decode_group(const uint8_t *codes) {
+    Group out;
+    if (T == Q8_0) {
+        out.v[0] = signed_bytes(codes);
+        out.v[1] = signed_bytes(codes + LANES);
+        if (!WIDE) {
+            out.v[2] = signed_bytes(codes + 2 * LANES);
+            out.v[3] = signed_bytes(codes + 3 * LANES);
+        }
+        return out;
+    }
 #if WIDE
-// Bytes of 128 columns of a row in its own memory, for types that are decoded in registers.
-constexpr int step_bytes(int type) {
-    return type == F32 ? 512 : type == F16 || type == BF16 ? 256 : type == FP8 ? 128 : type == FP4 ? 64 : type == Q8_0 ? 136 : 68;
+    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    const __m512 table = _mm512_loadu_ps(fp4_levels);
+    out.v[0] = Vec(_mm512_permutexvar_ps(pairs, table));
+    out.v[1] = Vec(_mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table));
+#else
+    const Bytes pairs = load_bytes(codes);
+    const __m128i low = __m128i(look_up(fp4_doubled, pairs & uint8_t(15)));
+    const __m128i high = __m128i(look_up(fp4_doubled, bits_of(pairs, 4, 15)));
+    out.v[0] = signed_bytes(low);
+    out.v[1] = signed_bytes(_mm_unpackhi_epi64(low, low));
+    out.v[2] = signed_bytes(high);
+    out.v[3] = signed_bytes(_mm_unpackhi_epi64(high, high));
+#endif
+    return out;
+}
+
+// LANES numbers of a row from column k on.
+template <int T> inline Vec decode_columns(const uint8_t *row, int64_t k) {
+    return T == F32 ? load((const float *)row + k) : T == F16 ? float16s(row + 2 * k) : bfloat16s(row + 2 * k);
 }
 
 // X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
@@ -77,91 +130,88 @@ constexpr int step_bytes(int type) {
 template <int T, int ROWS, int X>
 inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride,
                      bool request) {
-    const __m512 table = _mm512_loadu_ps(fp4_levels);
-    __m512 acc[ROWS][X];
+    Vec acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
+#pragma GCC unroll 4
     for (int w = 0; w < ROWS; w++) {
-        for (int r = 0; r < X; r++) acc[w][r] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+        for (int r = 0; r < X; r++) acc[w][r] = Vec{};
         codes[w] = m.codes + (row + w) * m.row_bytes;
         scales[w] = scales_of(m, row + w);
     }
     const uint8_t *next = codes[0] + prefetch_distance(m, ROWS);
     if (T == MXFP4 || T == Q8_0 || T == FP4) {
-        constexpr int PER = T == Q8_0 ? 2 : 4, BYTES = ROWS * step_bytes(T) / 4 * PER;
+        constexpr int BYTES = T == Q8_0 ? 34 : T == MXFP4 ? 17 : 16;
+        constexpr int GROUPS = T == Q8_0 ? 2 : 4;  // about a cache line
         for (int64_t g = 0; g < m.columns / 32; g++) {
-            __m512 x0[X], x1[X];
-            for (int r = 0; r < X; r++) {
-                x0[r] = _mm512_loadu_ps(x + r * stride + 32 * g);
-                x1[r] = _mm512_loadu_ps(x + r * stride + 32 * g + 16);
+            if (request && g % GROUPS == 0) {
+                for (int b = 0; b < ROWS * GROUPS * BYTES; b += 64) prefetch(next + b);
+                next += ROWS * GROUPS * BYTES;
             }
-            if (request && g % PER == 0) {
-                for (int b = 0; b < BYTES; b += 64) prefetch(next + b);
-                next += BYTES;
+            Group own[X];
+#pragma GCC unroll 4
+            for (int r = 0; r < X && (WIDE || X == 1); r++) {  // sixteen registers do not hold more
+                own[r] = load_group(x + r * stride + 32 * g);
+                for (int p = 0; p < 32 / LANES; p++) in_register(own[r].v[p]);
             }
+#pragma GCC unroll 4
             for (int w = 0; w < ROWS; w++) {
-                __m512 low, high, scale;
-                if (T == Q8_0) {
-                    const uint8_t *at = codes[w] + 34 * g;
-                    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 2))));
-                    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 18))));
-                    scale = _mm512_set1_ps(half(at));
-                } else {
-                    const uint8_t *at = T == MXFP4 ? codes[w] + 17 * g + 1 : codes[w] + 16 * g;
-                    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
-                    low = _mm512_permutexvar_ps(pairs, table);
-                    high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table);
-                    scale = _mm512_set1_ps(e8m0_table[T == MXFP4 ? at[-1] : scales[w][g]]);
-                }
+                const uint8_t *at = codes[w] + BYTES * g;
+                const Group weights = decode_group<T>(at + BYTES % 16);
+                const float scale = T == Q8_0 ? half(at) : e8m0_table[T == MXFP4 ? at[0] : scales[w][g]] / FP4_FACTOR;
+#pragma GCC unroll 4
                 for (int r = 0; r < X; r++) {
-                    const __m512 sum = _mm512_fmadd_ps(high, x1[r], _mm512_mul_ps(low, x0[r]));
-                    acc[w][r] = _mm512_fmadd_ps(sum, scale, acc[w][r]);
+                    const Vec sum = dot(weights, WIDE || X == 1 ? own[r] : load_group(x + r * stride + 32 * g));
+                    acc[w][r] = fused(sum, splat(scale), acc[w][r]);
                 }
             }
         }
     } else if (T == FP8) {
         for (int64_t start = 0; start < m.columns; start += 128) {
             const int64_t stop = std::min<int64_t>(start + 128, m.columns);
-            __m512 sum[ROWS][X];
+            Vec sum[ROWS][X];
+#pragma GCC unroll 4
             for (int w = 0; w < ROWS; w++)
-                for (int r = 0; r < X; r++) sum[w][r] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+                for (int r = 0; r < X; r++) sum[w][r] = Vec{};
             if (request) {
                 for (int b = 0; b < ROWS * 128; b += 64) prefetch(next + b);
                 next += ROWS * 128;
             }
-            for (int64_t k = start; k < stop; k += 16) {
+            for (int64_t k = start; k < stop; k += LANES) {
+#pragma GCC unroll 4
                 for (int w = 0; w < ROWS; w++) {
-                    const __m512 weight = e4m3(codes[w] + k);
-                    for (int r = 0; r < X; r++)
-                        sum[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), sum[w][r]);
+                    const Vec weight = e4m3(codes[w] + k);
+#pragma GCC unroll 4
+                    for (int r = 0; r < X; r++) sum[w][r] = fused(weight, load(x + r * stride + k), sum[w][r]);
                 }
             }
+#pragma GCC unroll 4
             for (int w = 0; w < ROWS; w++) {
-                const __m512 scale = _mm512_set1_ps(256.f * e8m0_table[scales[w][start / 128]]);
-                for (int r = 0; r < X; r++) acc[w][r] = _mm512_fmadd_ps(sum[w][r], scale, acc[w][r]);
+                const Vec scale = splat(256.f * e8m0_table[scales[w][start / 128]]);
+#pragma GCC unroll 4
+                for (int r = 0; r < X; r++) acc[w][r] = fused(sum[w][r], scale, acc[w][r]);
             }
         }
     } else {
-        for (int64_t k = 0; k < m.columns; k += 16) {
+        constexpr int BYTES = ROWS * LANES * (T == F32 ? 4 : 2);
+        for (int64_t k = 0; k < m.columns; k += LANES) {
             if (request) {
-                constexpr int BYTES = ROWS * step_bytes(T) / 8;
                 for (int b = 0; b < BYTES; b += 64) prefetch(next + b);
                 next += BYTES;
             }
+#pragma GCC unroll 4
             for (int w = 0; w < ROWS; w++) {
-                __m512 weight;
-                if (T == F32) weight = _mm512_loadu_ps((const float *)codes[w] + k);
-                else {
-                    const __m256i raw = _mm256_loadu_si256((const __m256i *)(codes[w] + 2 * k));
-                    weight = T == F16 ? _mm512_cvtph_ps(raw)
-                                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
-                }
-                for (int r = 0; r < X; r++)
-                    acc[w][r] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + r * stride + k), acc[w][r]);
+                const Vec weight = decode_columns<T>(codes[w], k);
+#pragma GCC unroll 4
+                for (int r = 0; r < X; r++) acc[w][r] = fused(weight, load(x + r * stride + k), acc[w][r]);
             }
         }
     }
+#pragma GCC unroll 4
     for (int w = 0; w < ROWS; w++)
-        for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
+#pragma GCC unroll 4
+        for (int r = 0; r < X; r++) out[r * out_stride + w] = total(acc[w][r]);
 }
 
 template <int T, int ROWS>
@@ -179,6 +229,8 @@ template <int T>
 void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
                   int64_t out_stride) {
     int64_t row = first;
+    if (!WIDE && n > 1)  // sixteen registers
+        for (; row + 2 <= stop; row += 2) all_rows<T, 2>(m, row, x, stride, n, out + row, out_stride);
     for (; row + 4 <= stop; row += 4) all_rows<T, 4>(m, row, x, stride, n, out + row, out_stride);
     for (; row < stop; row++) all_rows<T, 1>(m, row, x, stride, n, out + row, out_stride);
 }
@@ -214,8 +266,8 @@ struct InputForms {
 };
 
 void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, float *out, int64_t out_stride) {
-#if WIDE
-    if (m.columns % 16 == 0) {
+#if AVX2
+    if (m.columns % LANES == 0) {
 #define REGISTERS(T) in_registers<T>(m, first, stop, in.rows, in.stride, in.n, out, out_stride)
         switch (m.type) {
             case F32: return REGISTERS(F32);

@@ -1,7 +1,7 @@
 // Products with many rows of x, as in prefill.
 //
-// 32 rows of a weight at a time are decoded and transposed into a panel [columns][32] that stays in the L2 cache, and
-// multiplied with all rows of x, whose sums stay in registers. x is packed too: twelve rows side by side, column by
+// PANEL rows of a weight at a time are decoded and transposed into a panel [columns][PANEL] that stays in the L2 cache,
+// and multiplied with all rows of x, whose sums stay in registers. x is packed too: TILE rows side by side, column by
 // column. The sum of a row adds its columns in order, whatever the other rows are.
 
 #pragma once
@@ -12,19 +12,15 @@
 
 namespace {
 
-constexpr int PANEL = 32;   // outputs
-constexpr int DEPTH = 512;  // columns of a panel
+constexpr int PANEL = 2 * LANES;  // outputs
+constexpr int DEPTH = 512;        // columns of a panel
 #if WIDE
 constexpr int TILE = 12;  // rows of x, so that 24 of 32 vector registers hold sums
 #else
-constexpr int TILE = 4;
+constexpr int TILE = 6;  // twelve of sixteen
 #endif
 
-inline Vec splat(float value) { return value - Vec{}; }
-
-inline void store(float *at, Vec value) { memcpy(at, &value, sizeof value); }
-
-// exp of sixteen numbers, relative error about 2^-22; 0 below -87.3.
+// exp of LANES numbers, relative error about 2^-22; 0 below -87.3.
 inline Vec exponential(Vec x) {
 #if WIDE
     const __m512 value = _mm512_min_ps((__m512)x, _mm512_set1_ps(89.f));
@@ -38,9 +34,19 @@ inline Vec exponential(Vec x) {
     p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.f));
     return (Vec)_mm512_maskz_scalef_ps(visible, p, n);
 #else
-    Vec out;
-    for (int lane = 0; lane < LANES; lane++) out[lane] = x[lane] > -87.33f ? std::exp(x[lane]) : 0.f;
-    return out;
+    typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+    const Vec most = splat(89.f), value = x < most ? x : most;
+    const Ints whole = __builtin_convertvector(value * 1.44269504f + (value > Vec{} ? splat(0.5f) : splat(-0.5f)), Ints);
+    const Vec n = __builtin_convertvector(whole, Vec);
+    Vec r = fused(n, splat(-0.693359375f), value);
+    r = fused(n, splat(2.12194440e-4f), r);
+    Vec p = splat(1.9875691e-4f);
+    for (const float c : {1.3981999e-3f, 8.3334519e-3f, 4.1665795e-2f, 1.6666665e-1f, 5.0000001e-1f}) p = fused(p, r, splat(c));
+    p = fused(p, r * r, r) + 1.f;
+    // times 2^n in two steps, since 2^128 is no float
+    const Ints low = whole >> 1, high = whole - low;
+    p = p * Vec((low + 127) << 23) * Vec((high + 127) << 23);
+    return value > splat(-87.33f) ? p : Vec{};
 #endif
 }
 
@@ -94,6 +100,27 @@ inline void transpose16(const float *from, int64_t stride, float *into, int64_t 
         _mm512_storeu_ps(into + (c + 4) * into_stride, _mm512_shuffle_f32x4(s, t, 0x88));
         _mm512_storeu_ps(into + (c + 12) * into_stride, _mm512_shuffle_f32x4(s, t, 0xdd));
     }
+#elif AVX2
+    for (int row = 0; row < 16; row += 8)
+        for (int column = 0; column < 16; column += 8) {
+            __m256 a[8], b[8];
+            for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(from + (row + i) * stride + column);
+            for (int i = 0; i < 8; i += 2) {
+                b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+                b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+            }
+            for (int i = 0; i < 8; i += 4)
+                for (int j = 0; j < 2; j++) {
+                    a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+                    a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+                }
+            // a[4g + c]: columns c and c + 4 of rows 4g .. 4g + 3
+            for (int c = 0; c < 4; c++) {
+                float *at = into + (column + c) * into_stride + row;
+                _mm256_storeu_ps(at, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
+                _mm256_storeu_ps(at + 4 * into_stride, _mm256_permute2f128_ps(a[c], a[4 + c], 0x31));
+            }
+        }
 #else
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < 16; k++) into[k * into_stride + i] = from[i * stride + k];
@@ -106,7 +133,7 @@ struct PanelBuffer {
     alignas(64) float panel[DEPTH][PANEL];
 };
 
-// Columns [0, depth) of up to 32 rows, transposed into buffer.panel; `read(row, into)` writes one row's columns.
+// Columns [0, depth) of up to PANEL rows, transposed into buffer.panel; `read(row, into)` writes one row's columns.
 template <class Read> void make_panel(PanelBuffer &buffer, int rows, int depth, const Read &read) {
     const int padded = (depth + 15) / 16 * 16;
     for (int half_panel = 0; half_panel < PANEL; half_panel += 16) {
@@ -120,7 +147,7 @@ template <class Read> void make_panel(PanelBuffer &buffer, int rows, int depth, 
     }
 }
 
-// out[r * stride + c] (+)= sum over k of x[k * TILE + r] * panel[k][c], for X rows and `columns` of 32 outputs.
+// out[r * stride + c] (+)= sum over k of x[k * TILE + r] * panel[k][c], for X rows and `columns` of PANEL outputs.
 template <int X>
 inline void multiply_tile(const float *x, const float (*panel)[PANEL], int64_t depth, float *out, int64_t stride, int columns,
                           bool add) {
@@ -153,30 +180,29 @@ inline void multiply_panel(const float *packed, int64_t n, int64_t columns, int6
                            int64_t depth, float *out, int64_t stride, int outputs, bool add) {
     for (int64_t r = 0; r < n; r += TILE) {
         const float *x = packed + r * columns + first * TILE;
-        const int64_t rest = n - r;
         float *at = out + r * stride;
+#define ROWS(X) case X: multiply_tile<X>(x, panel, depth, at, stride, outputs, add); break
+        switch (std::min<int64_t>(n - r, TILE)) {
 #if WIDE
-        if (rest > 8) {
-            if (rest >= TILE) multiply_tile<12>(x, panel, depth, at, stride, outputs, add);
-            else if (rest == 11) multiply_tile<11>(x, panel, depth, at, stride, outputs, add);
-            else if (rest == 10) multiply_tile<10>(x, panel, depth, at, stride, outputs, add);
-            else multiply_tile<9>(x, panel, depth, at, stride, outputs, add);
-            continue;
-        }
-        if (rest == 8) multiply_tile<8>(x, panel, depth, at, stride, outputs, add);
-        else if (rest == 7) multiply_tile<7>(x, panel, depth, at, stride, outputs, add);
-        else if (rest == 6) multiply_tile<6>(x, panel, depth, at, stride, outputs, add);
-        else if (rest == 5) multiply_tile<5>(x, panel, depth, at, stride, outputs, add);
-        else
+            ROWS(12);
+            ROWS(11);
+            ROWS(10);
+            ROWS(9);
+            ROWS(8);
+            ROWS(7);
 #endif
-            if (rest >= 4) multiply_tile<4>(x, panel, depth, at, stride, outputs, add);
-        else if (rest == 3) multiply_tile<3>(x, panel, depth, at, stride, outputs, add);
-        else if (rest == 2) multiply_tile<2>(x, panel, depth, at, stride, outputs, add);
-        else multiply_tile<1>(x, panel, depth, at, stride, outputs, add);
+            ROWS(6);
+            ROWS(5);
+            ROWS(4);
+            ROWS(3);
+            ROWS(2);
+            ROWS(1);
+        }
+#undef ROWS
     }
 }
 
-// out[r * stride + i] = x[r] . row (first + i) of a matrix, for up to 32 rows of it.
+// out[r * stride + i] = x[r] . row (first + i) of a matrix, for up to PANEL rows of it.
 inline void product_panel(const Matrix &m, int64_t first, int rows, const float *packed, int64_t n, float *out, int64_t stride,
                           PanelBuffer &buffer) {
     for (int64_t start = 0; start < m.columns; start += DEPTH) {

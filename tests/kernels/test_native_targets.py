@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from birkhoff.kernels.packed import native
+from birkhoff.kernels.packed.compile import build, find_compiler, target_flags
 
 TESTS = ("tests/kernels/test_packed.py", "tests/decode/test_native.py")
 
@@ -33,3 +34,22 @@ def test_an_unknown_architecture_is_named_and_slower_kernels_are_used():
     )
     assert result.stdout.strip() == "False"
     assert "could not be built" in result.stderr and "no-such-processor" in result.stderr
+
+
+def test_processors_are_named_as_their_compilers_do():
+    assert target_flags("native", "x86_64") == ["-march=native"]
+    assert target_flags("native", "arm64")[0] == "-mcpu=native"
+    assert target_flags("armv8.2-a", "arm64") == ["-march=armv8.2-a"]
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+def test_a_compiler_that_does_not_know_its_processor_compiles_for_any(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *=native*) exit 1;; esac\nexec {find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("BIRKHOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert build(str(compiler)).is_file()
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    with pytest.raises(subprocess.SubprocessError):
+        build(str(compiler))

@@ -2,8 +2,8 @@
 
 The library is built on first use, for the instructions of this processor, and kept in the cache folder under a key of
 the source, the compiler and the processor. Without a compiler (`c++`, `g++`, `clang++` or `$CXX`) there are no native
-kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them; any other value is the architecture to compile
-for (`-march`), such as `x86-64-v3`.
+kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them; any other value is the architecture to
+compile for (`-march`), such as `x86-64-v3`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,24 @@ def find_compiler() -> str | None:
     return None
 
 
+def target_flags(architecture: str, machine: str) -> list[str]:
+    """Compiler flags for an architecture on a machine (`platform.machine()`), best first: compilers for ARM call this
+    processor `-mcpu=native`, if they know it at all, and have its vector instructions without any flag."""
+    if architecture == "native" and machine in ("aarch64", "arm64"):
+        return ["-mcpu=native", "-O3"]
+    return [f"-march={architecture}"]
+
+
 def build(compiler: str, architecture: str = "native") -> Path:
     """Compile the source unless the cache folder has it; returns the library's path."""
-    flags = (*FLAGS, f"-march={architecture}")
+    *choices, last = target_flags(architecture, platform.machine())
+    for choice in choices:
+        with contextlib.suppress(subprocess.SubprocessError):
+            return _build(compiler, (*FLAGS, choice))
+    return _build(compiler, (*FLAGS, last))
+
+
+def _build(compiler: str, flags: tuple[str, ...]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     sources = [path.read_bytes() for path in (SOURCE, *sorted(FOLDER.glob("*.h")))]
     key = hashlib.sha256(b"\0".join((*sources, version, _processor(), " ".join(flags).encode())))

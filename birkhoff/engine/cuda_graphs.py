@@ -1,4 +1,4 @@
-"""Decode steps replayed as CUDA graphs, one per number of rows and context length, recorded when first needed.
+"""Decode steps replayed as CUDA graphs, one per number of rows and context length, recorded at load (`gpu_warmup.py`).
 
 A row is a token: the next one of a sequence, or a draft token after it in the following row. Row counts are rounded up
 to a few sizes; padding rows use a scratch slot that belongs to no request, at position 0, where they complete no

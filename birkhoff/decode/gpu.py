@@ -44,6 +44,7 @@ from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
 from birkhoff.kernels.decode_buffers import is_fp4
+from birkhoff.kernels.packed import Q8_ROWS
 from birkhoff.model.linear import Linear
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
@@ -436,7 +437,7 @@ class Decoder:
             return False
         layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
         return self.kernels.reads_digits(self.config) and all(
-            is_fp4(w) and w.shared_down.is_fp8 for w in layers
+            is_fp4(w) and (w.shared_down.is_fp8 or w.shared_down.type == Q8_ROWS) for w in layers
         )
 
     def _unsupported_by_cuda(self) -> str | None:

@@ -10,9 +10,11 @@ import subprocess
 import pytest
 import torch
 
+from birkhoff.kernels.packed import Q8_ROWS
 from tests.kernels.test_cuda_blocks import worst
 from tests.kernels.test_cuda_on_cpu import HERE, expected_hidden, random_layer, run
 from tests.kernels.test_prompt_experts_on_cpu import without_ptx
+from tests.packed_matrices import random_matrix
 
 CALLS = """
 extern "C" void run_digits(const float* x, u8* digits, int groups, float gain) {
@@ -30,7 +32,8 @@ extern "C" void run_down(Place shape, const int (*blocks)[2], int count, const E
                          const u8* z, float* y, int inner, int width, int topk, float gain, const u8* codes,
                          const u8* scale, const u16* z_shared, int n) {
     run_blocks(shape, blocks, count, THREADS, [=] {
-        down(slots, 2, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n); });
+        if (scale) down<false>(slots, 2, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n);
+        else down<true>(slots, 2, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n); });
 }
 """
 
@@ -94,7 +97,8 @@ def test_digits_have_nineteen_bits_of_the_largest(library):
     assert ((values - x).abs() / largest).max() <= 2**-19
 
 
-def test_experts_equal_the_product_of_their_values(library):
+@pytest.mark.parametrize("shared_type", ["FP8", "Q8_0"])
+def test_experts_equal_the_product_of_their_values(library, shared_type):
     """Nine tokens ask the first expert (products of four, four and one), two the other."""
     rows, topk, hidden, inner = 9, 2, 1024, 1024
     pairs = [[2 * row for row in range(9)], [1, 17]]
@@ -125,9 +129,13 @@ def test_experts_equal_the_product_of_their_values(library):
             expected = expected_hidden(layer, expert, pair)[here]
             assert worst(value_of(z[pair : pair + 1])[0, here], expected) < 1e-4
     inputs = digits_of(library, layer.z, 1.0)
-    codes, scales, values = fp8_rows(hidden, inner, 4)
     z_shared = torch.randn(rows, inner).half()
-    shared = (codes, scales, z_shared, rows)
+    if shared_type == "FP8":
+        codes, scales, values = fp8_rows(hidden, inner, 4)
+        shared = (codes, scales, z_shared, rows)
+    else:
+        matrix = random_matrix(Q8_ROWS, hidden, inner, 4)
+        shared, values = (matrix.codes, None, z_shared, rows), matrix.dense().double()
     blocks = [(15, 0), (2, 1)]
     every = [(3, 0), (3, 1), *((block, expert + 2) for block, expert in blocks)]
     run(library.run_down, (hidden // 64, 4), every, *plan, inputs, y, *sizes, 64.0, *shared)

@@ -153,12 +153,12 @@ class BlockExperts:
         )
 
     def digits_down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
-        """`down` of FP4 experts with inputs in digits, and of the shared expert."""
+        """`down` of FP4 experts with inputs in digits, and of the shared expert (FP8 or Q8_0)."""
         inner, (n, width) = buffers.expert_hidden.shape[1], buffers.x.shape
         slots = buffers.expert_slots.shape[0]
         assert self._digits is not None
         self._digits.launch(
-            "digits_down",
+            "digits_down" if w.shared_down.is_fp8 else "digits_down_q8",
             (width // 64, slots + -(-n // 8)),
             128,
             buffers.expert_slots,

@@ -217,7 +217,8 @@ __device__ __forceinline__ void gate_up(const ExpertSlot* slots, const int* orde
     }
 }
 
-// The shared expert's down, FP8: 64 rows and up to eight tokens per thread block.
+// The shared expert's down, FP8 or Q8_ROWS: 64 rows and up to eight tokens per thread block.
+template <bool Q8>
 __device__ __forceinline__ void shared_down(const u8* codes, const u8* scale, const u16* z, float* y, int inner, int width,
                                             int topk, int first, int n) {
     float* sums = reinterpret_cast<float*>(memory);
@@ -225,10 +226,11 @@ __device__ __forceinline__ void shared_down(const u8* codes, const u8* scale, co
     const u16* const x[1] = {z + (i64)(first + g) * inner};
     const bool valid[1] = {first + g < n};
     for (int row = blockIdx.x * ROWS; row < blockIdx.x * ROWS + ROWS; row += 16) {
-        const u8* const c[1] = {codes + (i64)row * inner};
+        const u8* const c[1] = {codes + (i64)row * (Q8 ? q8_row_bytes(inner) : inner)};
         const u8* const s[1] = {scale + row};
         float acc[1][1][4] = {};
-        gemm_fp8<1, 1, 4, 2>(acc, c, s, width, x, valid, inner);
+        if (Q8) gemm_q8<1, 1, 4, 2>(acc, c, x, valid, inner);
+        else gemm_fp8<1, 1, 4, 2>(acc, c, s, width, x, valid, inner);
         store_partials<1, 1, 4>(sums, acc);
         const int r = threadIdx.x & 15, t = threadIdx.x >> 4;
         if (first + t < n)
@@ -239,13 +241,14 @@ __device__ __forceinline__ void shared_down(const u8* codes, const u8* scale, co
 
 // Down of the routed experts. The first thread blocks compute that of the shared expert: its weights are read from L2 for
 // every eight tokens, which would be waited for at the end.
+template <bool Q8>
 __device__ __forceinline__ void down(const ExpertSlot* slots, int slot_count, const int* order, const u8* z, float* y,
                                      int inner, int width, int topk, float gain, const u8* codes, const u8* scale,
                                      const u16* z_shared, int n) {
     launch_dependents();
     const int index = (int)blockIdx.y - ((int)gridDim.y - slot_count);
     if (index < 0) {
-        shared_down(codes, scale, z_shared, y, inner, width, topk, blockIdx.y * 8, n);
+        shared_down<Q8>(codes, scale, z_shared, y, inner, width, topk, blockIdx.y * 8, n);
         return;
     }
     const ExpertSlot* slot = slots + index;  // complete before `gate_up` launched this kernel
@@ -269,5 +272,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     digits_down(const ExpertSlot* slots, int slot_count, const int* order, const u8* z, float* y, int inner, int width,
                 int topk, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {
-    down(slots, slot_count, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n);
+    down<false>(slots, slot_count, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    digits_down_q8(const ExpertSlot* slots, int slot_count, const int* order, const u8* z, float* y, int inner, int width,
+                   int topk, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {
+    down<true>(slots, slot_count, order, z, y, inner, width, topk, gain, codes, scale, z_shared, n);
 }

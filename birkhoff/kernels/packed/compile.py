@@ -2,8 +2,8 @@
 
 The library is built on first use, for the instructions of this processor, and kept in the cache folder under a key of
 the source, the compiler and the processor. Without a compiler (`c++`, `g++`, `clang++` or `$CXX`) there are no native
-kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them; any other value is the architecture to
-compile for (`-march`), such as `x86-64-v3`.
+kernels and callers use the plain twins. `BIRKHOFF_NATIVE=0` disables them, 1 is the default; any other value is the
+architecture to compile for (`-march`), such as `x86-64-v3`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ FLAGS = (
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded library; None without a compiler. Compiled once per machine, which takes several seconds."""
-    architecture = os.environ.get("BIRKHOFF_NATIVE") or "native"
+    architecture = os.environ.get("BIRKHOFF_NATIVE", "")
     if architecture == "0" or sys.platform == "win32":
         return None
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        return _load(build(compiler, architecture))
+        return _load(build(compiler, "native" if architecture in ("", "1") else architecture))
     except (OSError, subprocess.SubprocessError) as error:
         print(
             f"birkhoff: the native CPU kernels could not be built ({error}); slower ones are used",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
+from birkhoff.cli.command_group import CommandGroup
 from birkhoff.cli.crosscoder import BatchRows, Features, Rate, Steps, crosscoder, training_progress
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from birkhoff.sae.features import FeatureEntry
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Train, evaluate, describe, import and export sparse autoencoders (SAEs).",
 )
 MAX_REQUESTS = 8
 Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.")]

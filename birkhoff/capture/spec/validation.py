@@ -133,7 +133,14 @@ def _consumer(path: str, consumer: str | None, context: CaptureContext | None) -
         ", ".join(sorted(name for name, rules in context.consumers.items() if rules is not None)) or "none"
     )
     if consumer not in context.consumers:
-        raise CaptureValidationError(f"no consumer has this name. Enabled here: {enabled}.", path, "V1")
+        nested = (
+            ' The fields of a capture are nested under a consumer: {"memory": {"hooks": …}}.'
+            if consumer in FIELDS
+            else ""
+        )
+        raise CaptureValidationError(
+            f"no consumer has this name. Enabled here: {enabled}.{nested}", path, "V1"
+        )
     rules = context.consumers[consumer]
     if rules is None:
         raise CaptureValidationError(

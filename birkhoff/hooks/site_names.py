@@ -79,6 +79,15 @@ _ORDINARY = {
     "blocks.{}.mlp.hook_out": "mlp_out",
     "blocks.{}.attn.hook_z": "attn_z",
 }
+# What V4 has in place of a tensor that HookedTransformer names, with its prefix or without.
+_INSTEAD_ON_V4 = {
+    "resid_pre": "mhc_streams_pre_attn",
+    "resid_mid": "mhc_streams_pre_mlp",
+    "resid_post": STREAMS_POST_MLP,
+    "attn_out": "post_attn",
+    "mlp_out": "mlp_out",
+    "z": "attn_head_out",
+}
 _V4 = {name: hook for table in TOOLS.values() for hook, name in table.items()}
 
 
@@ -92,6 +101,16 @@ def from_tool(name: str, num_layers: int, streams: bool = True) -> Address | Non
     if hook is None or (match is None) is ("{}" in template):
         return None
     return hook, num_layers - 1 if match is None else int(match[2])
+
+
+def instead_on_v4(name: str) -> str:
+    """` Use 'hook'.` for HookedTransformer's name of a tensor of ordinary models; nothing for any other name."""
+    match = re.fullmatch(r"(?:blocks\.\d{1,5}\.)?(?:attn\.)?(?:hook_)?([a-z_]+)", name, re.ASCII)
+    hook = _INSTEAD_ON_V4.get(match[1]) if match else None
+    if hook is None:
+        return ""
+    streams = ", the four residual streams" if hook.startswith("mhc_streams") else ""
+    return f" DeepSeek-V4 has {hook!r} instead{streams}."
 
 
 def select(hook: str, layers: LayerSelector | None, schema: Schema, num_layers: int) -> dict[int, Address]:
@@ -142,7 +161,9 @@ def refusal(hook: str, schema: Schema) -> str | None:
             "mhc_streams_pre_mlp, mhc_streams_pre_attn of the next layer (also called mhc_streams_post_mlp of this "
             f"one), or mhc_streams_final after the last. This model has: {', '.join(sorted(schema))}."
         )
-    hint = did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
+    hint = (instead_on_v4(hook) if streams else "") or did_you_mean(
+        hook, [*schema, *(ALIASES if streams else ())]
+    )
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 

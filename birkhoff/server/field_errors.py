@@ -62,8 +62,8 @@ def explain(problems: Sequence[Problem], fields: Collection[str]) -> tuple[str, 
         return path, f"{where} is {seen(value)}, expected a string that matches {context['pattern']}."
     if kind in _TYPES or kind == "literal_error":
         at_path = [problem for problem in same if field_path(problem["loc"]) == path]
-        words = [_TYPES.get(problem["type"]) or problem["ctx"]["expected"] for problem in at_path]
-        return path, f"{where} is {seen(value)}, expected {' or '.join(dict.fromkeys(words))}."
+        types = [_TYPES.get(problem["type"]) or problem["ctx"]["expected"] for problem in at_path]
+        return path, f"{where} is {seen(value)}, expected {' or '.join(dict.fromkeys(types))}."
     message = chosen["msg"].removeprefix("Value error, ")
     return path, f"{where}: {message[0].lower() + message[1:]}."
 

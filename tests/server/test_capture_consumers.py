@@ -37,7 +37,7 @@ def test_consumers_of_flags_receive_rows_and_files_can_be_fetched(tmp_path):
         flat = served.post(CHAT, {"messages": user("x"), "capture": {"hooks": {"mlp_out": [0]}}}).json()[
             "error"
         ]
-        assert '{"memory": {"hooks": …}}' in flat["message"] and flat["param"] == "capture.hooks"
+        assert '{"memory": {"hooks": {hook: layers}}}' in flat["message"] and flat["param"] == "capture.hooks"
         delivered = served.metric('birkhoff_capture_rows{consumer="shards",state="delivered"}')
         assert served.metric('birkhoff_capture_rows{consumer="shards",state="dropped"}') == 0
     usage = [answer["usage"] for answer in (first, second)]

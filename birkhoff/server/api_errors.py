@@ -47,6 +47,7 @@ MAX_MESSAGE_CHARS = 1000
 # What messages written for Python callers suggest, and the same over HTTP.
 HTTP_CALLS = {
     "engine.modules[name] = vector": "POST /v1/steering/modules/register",
+    "Give hook= and layers=": 'Give "at": {"hook": …, "layers": …}',
     "engine.attach(name, sae)": "birkhoff serve --sae NAME=PATH",
 }
 _FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")

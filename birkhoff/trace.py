@@ -14,7 +14,7 @@ from birkhoff import notebook
 from birkhoff.atomic_file import save_tensors
 from birkhoff.capture.sinks.captured_rows import spans
 from birkhoff.errors import DataError, SiteError, did_you_mean, quoted
-from birkhoff.hooks.site_names import Address, follow_alias, from_tool, instead_on_v4
+from birkhoff.hooks.site_names import Address, counterpart, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
 from birkhoff.small_file import check_regular
@@ -129,7 +129,7 @@ class Trace(Mapping[Address, torch.Tensor]):
         hook, layer = (*key, None)[:2] if isinstance(key, tuple) and key else (key, None)
         number, hint = as_int(layer), ""
         if isinstance(hook, str) and hook not in self.hooks:
-            hint = (instead_on_v4(hook) if self.streams else "") or did_you_mean(hook, self.hooks)
+            hint = counterpart(hook, self.streams) or did_you_mean(hook, self.hooks)
         elif number is not None and not -self.num_layers <= number < self.num_layers:
             hint = f" There is no layer {number}."
         last = self.num_layers - 1

@@ -453,6 +453,10 @@ def _descriptions(directory: Path) -> FeatureIndex:
     from birkhoff.sae.files import locate_sae
 
     path, _ = locate_sae(directory)
+    if not path.exists():
+        raise OptionError(
+            f"{directory} does not exist. Give the directory of an SAE, nano for its own, or a published name."
+        )
     described = FeatureIndex.read(path if path.is_dir() else path.parent)
     if not described:
         raise OptionError(

@@ -103,14 +103,17 @@ def from_tool(name: str, num_layers: int, streams: bool = True) -> Address | Non
     return hook, num_layers - 1 if match is None else int(match[2])
 
 
-def instead_on_v4(name: str) -> str:
-    """` Use 'hook'.` for HookedTransformer's name of a tensor of ordinary models; nothing for any other name."""
+def counterpart(name: str, streams: bool | None = None) -> str:
+    """` DeepSeek-V4 has 'hook' instead.` for a name of HookedTransformer such as `resid_pre`, or what an ordinary model
+    has, or both if `streams` is None; nothing for any other name."""
     match = re.fullmatch(r"(?:blocks\.\d{1,5}\.)?(?:attn\.)?(?:hook_)?([a-z_]+)", name, re.ASCII)
     hook = _INSTEAD_ON_V4.get(match[1]) if match else None
-    if hook is None:
+    if match is None or hook is None:
         return ""
-    streams = ", the four residual streams" if hook.startswith("mhc_streams") else ""
-    return f" DeepSeek-V4 has {hook!r} instead{streams}."
+    mixed = ", the four residual streams" if hook.startswith("mhc_streams") else ""
+    ordinary = _ORDINARY["blocks.{}.attn.hook_z" if match[1] == "z" else f"blocks.{{}}.hook_{match[1]}"]
+    texts = [f" DeepSeek-V4 has {hook!r} instead{mixed}."] if streams is not False else []
+    return "".join(texts + ([] if streams else [f" An ordinary model has {ordinary!r}."]))
 
 
 def select(hook: str, layers: LayerSelector | None, schema: Schema, num_layers: int) -> dict[int, Address]:
@@ -161,9 +164,7 @@ def refusal(hook: str, schema: Schema) -> str | None:
             "mhc_streams_pre_mlp, mhc_streams_pre_attn of the next layer (also called mhc_streams_post_mlp of this "
             f"one), or mhc_streams_final after the last. This model has: {', '.join(sorted(schema))}."
         )
-    hint = (instead_on_v4(hook) if streams else "") or did_you_mean(
-        hook, [*schema, *(ALIASES if streams else ())]
-    )
+    hint = counterpart(hook, streams) or did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 

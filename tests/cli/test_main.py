@@ -85,6 +85,7 @@ def test_version():
         (["sae", "learn"], ["no 'learn'", "There is: active, crosscoder"]),
         (["bench", "harvest", "--device", "cpu"], ["bench harvest --device cpu --model nano"]),
         (["bench", "sae"], ["bench sae --device cpu"]),
+        (["sae", "search", "nowhere", "sea"], ["nowhere does not exist. Give the directory of an SAE"]),
         (["generate", "hi", "--temprature", "0"], ["--temprature", "--temperature"]),
         (["generate"], ["prompt"]),
         (["generate", "hi", "--colour"], ["--colour"]),

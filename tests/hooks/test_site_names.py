@@ -107,7 +107,10 @@ def test_errors_for_unknown_hooks_suggest_the_nearest_and_list_all():
         "blocks.0.attn.hook_z": "attn_head_out",
     }.items():
         assert f"DeepSeek-V4 has {hook!r} instead" in refusal(name, V4)
-    assert "DeepSeek-V4" not in refusal("resid_pre", PLAIN)
+    assert (
+        "An ordinary model has 'pre_attn'." in (why := refusal("resid_pre", PLAIN)) and "DeepSeek" not in why
+    )
+    assert "An ordinary model has 'attn_z'." in refusal("z", PLAIN) and "An ordinary" not in refusal("z", V4)
     for hook in ("mhc_streams_pre_attn", "mhc_streams_post_mlp", "mlp_in", "final_hidden"):
         assert refusal(hook, PLAIN).endswith("It has: post_attn, post_mlp, pre_attn.")
     assert all(refusal(hook, V4) is None for hook in [*V4, "mhc_streams_post_mlp"])

@@ -207,7 +207,7 @@ def _hook_names(hooks: Mapping[str, Any], path: str, context: CaptureContext | N
             why = site_names.refusal(hook, context.schema)
         elif not site_names.known_name(hook):
             names = sorted((*BY_NAME, *site_names.ALIASES))
-            hint = site_names.instead_on_v4(hook) or did_you_mean(hook, names)
+            hint = site_names.counterpart(hook) or did_you_mean(hook, names)
             why = f"no model has a hook of this name.{hint} Hooks: {', '.join(names)}."
         if why is not None:
             raise CaptureValidationError(why, field_path(f"{path}.hooks", hook), "V4")

@@ -7,6 +7,7 @@ that also validate the bodies.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from birkhoff import __version__
-from birkhoff.errors import BirkhoffError, did_you_mean, quoted
+from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.async_engine import AsyncEngine
@@ -329,4 +330,5 @@ def _similar_route(http: HttpRequest, path: str) -> str:
         return (
             f" There is {plain.replace('/v1', '', 1)!r}: with this client, the base URL does not end in /v1."
         )
-    return did_you_mean(path[:128], routes)
+    close = get_close_matches(path[:128], routes, 1, cutoff=0.85)  # routes are long and alike
+    return f" Did you mean {close[0]!r}?" if close else ""

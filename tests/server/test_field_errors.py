@@ -100,6 +100,7 @@ def test_other_bodies(body, fields, param, message):
         ("POST", "/v1/v1/messages", 404, "There is '/v1/messages'"),
         ("POST", "/v1/api/chat", 404, "There is '/api/chat'"),
         ("POST", "/v1/chat/completion", 404, "Did you mean '/v1/chat/completions'?"),
+        ("GET", "/v1/images/generations", 404, "'/v1/images/generations'. /openapi.json lists all routes."),
         ("GET", "/nothing", 404, "there is no route '/nothing'. /openapi.json lists all routes."),
         (
             "GET",

@@ -39,9 +39,3 @@ def test_rows_of_every_dtype_are_decoded(served, dtype, error):
         assert len(cast["scale"]) == len(cast["positions"])
         values *= torch.tensor(cast["scale"])[:, None]
     assert (values - expected).norm() <= error * expected.norm()
-
-
-def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
-    edit = {"op": "add", "vector": [1.0] * 384}
-    error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]
-    assert error["message"].endswith('Give "at": {"hook": …, "layers": …}.'), error

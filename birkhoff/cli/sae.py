@@ -23,7 +23,7 @@ from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_o
 from birkhoff.cli.report import Tokens, read_tokenizer
 from birkhoff.cli.terminal import print_status, progress_bar
 from birkhoff.data.texts import open_texts, read_texts
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, did_you_mean, quoted
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -415,18 +415,17 @@ def search(
 @app.command()
 def show(
     directory: Directory,
-    feature: Annotated[int, typer.Argument(help="Number of the feature.")],
+    feature: Annotated[str, typer.Argument(help="Number or label of the feature.")],
     json: Json = False,
 ) -> None:
     """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""
     described = _descriptions(directory)
-    if feature not in described:
-        raise OptionError(f"feature {feature} is not described in {directory}; {len(described)} others are.")
-    entry = described[feature]
+    number = _feature_number(described, feature, directory)
+    entry = described[number]
     if json:
-        typer.echo(json_module.dumps({"feature": feature, **entry.to_json()}))
+        typer.echo(json_module.dumps({"feature": number, **entry.to_json()}))
         return
-    typer.echo(f"{feature}  {entry.label}")
+    typer.echo(f"{number}  {entry.label}")
     scored = (
         "" if entry.score is None else f", correlation {entry.score:.2f} on {entry.scored_rows} held-out rows"
     )
@@ -441,6 +440,24 @@ def show(
         typer.echo(f"{title}:")
         for context in shown:
             typer.echo(f"  {context['value']:8.2f}  {context['text']!r}")
+
+
+def _feature_number(described: FeatureIndex, feature: str, directory: Path) -> int:
+    """The described feature of this number or label."""
+    if feature.isdecimal() and int(feature) in described:
+        return int(feature)
+    labels = {number: entry.label for number, entry in described.items()}
+    matches = [number for number, label in labels.items() if label == feature]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise OptionError(
+            f"{len(matches)} features are labelled {quoted(feature)} ({matches[:4]}). Give the number."
+        )
+    raise OptionError(
+        f"feature {quoted(feature)} is not described in {directory}; {len(described)} others are."
+        f"{did_you_mean(feature, labels.values())} Find one by word: birkhoff sae search {directory} WORD"
+    )
 
 
 def _score(entry: FeatureEntry) -> str:

@@ -51,7 +51,9 @@ def explain(problems: Sequence[Problem], fields: Collection[str]) -> tuple[str, 
     if kind == "missing":
         return path, f"{where} is missing. Add it."
     if kind == "extra_forbidden":
-        return path, unknown_field(path, str(chosen["loc"][-1]), fields if len(chosen["loc"]) == 1 else ())
+        name, owner = str(chosen["loc"][-1]), field_path(chosen["loc"][:-1])  # any key, also one like `str`
+        shown = f"{owner}.{name[:64]}" if owner else name[:64]
+        return shown, unknown_field(shown, name, () if owner else fields)
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return path, f"{where} is {seen(value)}, expected {words} {_number(context[name])}."

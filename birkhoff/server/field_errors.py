@@ -36,6 +36,7 @@ _LENGTHS = {
     "string_too_long": ("max_length", "at most", "characters"),
 }
 MAX_LISTED_FIELDS = 16  # completion calls have many more
+MAX_WORD = 24
 _BRANCHES = {"str", "int", "float", "bool", "constrained-str", "constrained-int", "constrained-float"}
 Problem = Any  # pydantic's ErrorDetails
 
@@ -87,11 +88,14 @@ def _fit(problem: Problem) -> tuple[int, bool]:
 
 
 def seen(value: object) -> str:
-    """A value of a body for a message, as JSON writes it; of an array or an object only what it is."""
+    """A value of a body for a message, as JSON writes it; of an array or an object only what it is. Of strings only a
+    single short word is shown: a longer one may be a prompt or a key, which no message holds."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list):
         return f"an array of {len(value)}"
+    if isinstance(value, str) and (len(value) > MAX_WORD or any(map(str.isspace, value))):
+        return f"a string of {len(value)} characters"
     return "an object" if isinstance(value, dict) else quoted(value)
 
 

@@ -48,10 +48,11 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
             "request_id",
             "a b",
             "request_id",
-            "request_id is 'a b', expected a string that matches ^[A-Za-z0-9",
+            "request_id is a string of 3 characters, expected a string that matches ^[A-Za-z0-9",
         ),
         ("signals", 3, "signals", "signals is 3, expected an array or 'all' or true or false."),
-        ("temperature", "x" * 5000, "temperature", "expected a number."),
+        ("temperature", "x" * 5000, "temperature", "is a string of 5000 characters, expected a number."),
+        ("temperature", "a private text", "temperature", "is a string of 14 characters, expected a number."),
     ],
 )
 def test_the_message_says_what_was_seen_and_what_is_expected(field, value, param, message):

@@ -30,8 +30,9 @@ class Output:
     """The output of one request. `message` is set for chats: reasoning, content and tool calls; `text` is the content.
 
     `acts[hook, layer]` are captured rows in memory; `capture_results` has the result of each consumer; `interp` reports
-    hashes and the positions that were steered; `baseline` is the unsteered twin, if requested. In a notebook its tokens
-    are coloured by a signal; `show` chooses which.
+    hashes and the positions that were steered; `baseline` is the unsteered twin, if requested. `error` says why if the
+    finish reason is "error", for example after an edit so strong that the logits became infinite. In a notebook its
+    tokens are coloured by a signal; `show` chooses which.
     """
 
     text: str

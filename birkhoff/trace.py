@@ -13,8 +13,8 @@ import torch
 from birkhoff import notebook
 from birkhoff.atomic_file import save_tensors
 from birkhoff.capture.sinks.captured_rows import spans
-from birkhoff.errors import DataError, SiteError, quoted
-from birkhoff.hooks.site_names import Address, follow_alias, from_tool
+from birkhoff.errors import DataError, SiteError, did_you_mean, quoted
+from birkhoff.hooks.site_names import Address, counterpart, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
 from birkhoff.small_file import check_regular
@@ -126,9 +126,16 @@ class Trace(Mapping[Address, torch.Tensor]):
         return follow_alias(hook, layer % self.num_layers, self.num_layers)
 
     def _missing(self, key: Any) -> SiteError:
+        hook, layer = (*key, None)[:2] if isinstance(key, tuple) and key else (key, None)
+        number, hint = as_int(layer), ""
+        if isinstance(hook, str) and hook not in self.hooks:
+            hint = counterpart(hook, self.streams) or did_you_mean(hook, self.hooks)
+        elif number is not None and not -self.num_layers <= number < self.num_layers:
+            hint = f" There is no layer {number}."
+        last = self.num_layers - 1
         return SiteError(
-            f"{quoted(key)} was not traced. This trace holds {', '.join(sorted(self.hooks)) or 'nothing'}; ask with "
-            f"trace[hook, layer], layers 0..{self.num_layers - 1} (or from -{self.num_layers}), or trace[hook] for all."
+            f"{quoted(key)} was not traced.{hint} This trace holds {', '.join(sorted(self.hooks)) or 'nothing'}; "
+            f"ask with trace[hook, layer], layers 0..{last} (or from -{self.num_layers}), or trace[hook] for all."
         )
 
     def numpy(self) -> dict[Address, np.ndarray[Any, Any]]:

@@ -216,6 +216,8 @@ def test_a_consumer_with_a_global_spec_receives_rows_of_every_request(checkpoint
     spy = EveryRequest({"hooks": {"mlp_out": [1]}, "positions": "all_prompt"})
     with birkhoff.load(checkpoint) as engine:
         engine.add_consumer("spy", spy)
+        with pytest.raises(OptionError, match="'number' is 3, expected an object with the methods of"):
+            engine.add_consumer("number", 3)
         plain, captured = engine.generate(
             ["hello", "you"], max_tokens=2, temperature=0, capture=[None, Capture({"pre_attn": [0]})]
         )

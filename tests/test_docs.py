@@ -262,3 +262,10 @@ def test_documents_and_messages_name_only_options_that_exist():
         if option not in known and name != "docs/log.md"
     }
     assert not wrong
+
+
+def test_every_measurement_is_in_the_table_of_commands():
+    page = (ROOT / "docs/cli.md").read_text()
+    assert not [
+        name for name in click_group().commands["bench"].commands if f"| `bench {name}` |" not in page
+    ]

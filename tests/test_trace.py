@@ -90,6 +90,17 @@ def test_some_layers_of_a_hook(engine, trace):
         SiteError, match=r"was not traced\. This trace holds final_hidden, mhc_streams_pre_attn, mlp_out"
     ):
         some["mlp_out", 1]
+    for key, words in {
+        ("mlp_otu", 0): "Did you mean 'mlp_out'?",
+        "mlp_otu": "Did you mean 'mlp_out'?",
+        ("mlp_out", 6): "There is no layer 6.",
+        ("resid_pre", 3): "DeepSeek-V4 has 'mhc_streams_pre_attn' instead, the four residual streams.",
+        "blocks.3.hook_mlp_out": "DeepSeek-V4 has 'mlp_out' instead.",
+        (): "() was not traced. This trace holds",
+    }.items():
+        with pytest.raises(SiteError) as refused:
+            some[key]
+        assert words in str(refused.value), key
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -31,7 +31,8 @@ _SAMPLES = 64
 def begin(root: Path, settings: Mapping[str, Any]) -> list[str]:
     """Write the settings to a new directory, or compare them with the existing manifest.
 
-    Returns the differences of the environment; raises `CaptureSettings` if the settings differ.
+    A manifest of a run that ended before it stored anything, such as one over a file with a bad first line, is
+    replaced. Returns the differences of the environment; raises `CaptureSettings` if the settings differ.
     """
     return compare(root, {"version": VERSION, "settings": dict(settings), "environment": environment()})
 
@@ -40,11 +41,12 @@ def compare(root: Path, content: Mapping[str, Any]) -> list[str]:
     """`begin` with a whole manifest, which may be that of another process."""
     settings, current = content["settings"], content["environment"]
     manifest = read(root)
-    if manifest is None:
+    changed = []
+    if manifest is not None:
+        changed = list(_differences(manifest["settings"], json.loads(json.dumps(settings))))
+    if manifest is None or (changed and not _holds_files(root)):
         write_atomic(root / NAME, json.dumps(content, indent=1) + "\n")
         return []
-    normalized = json.loads(json.dumps(settings))
-    changed = list(_differences(manifest["settings"], normalized))
     if changed:
         raise CaptureSettings(
             f"{root} was begun with other settings: {'; '.join(changed)}. Use the same ones to go on, or another "
@@ -99,6 +101,14 @@ def model_digest(model: LanguageModel) -> str:
         values = next(joined[sample.device, sample.dtype])
         digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _holds_files(root: Path) -> bool:
+    """Whether there are files besides the manifest and the lock, at any depth: rows, or parts of other processes."""
+    for folder, _, names in os.walk(root):
+        if any(Path(folder) != root or (name != NAME and not _is_leftover(name)) for name in names):
+            return True
+    return False
 
 
 def _is_leftover(name: str) -> bool:

@@ -161,6 +161,7 @@ class Engine(Analyses):
         `kind` "delta" changes single features and keeps the rest of a row; "full" allows rows to be replaced by their
         reconstruction. `features` limits which features may be set. Used as a context manager, the returned attachment
         detaches at the end of the block."""
+        self.check_open()
         return self.saes.attach(name, sae, kind, features, replace)
 
     def detach(self, name: str, drain: bool = False) -> None:

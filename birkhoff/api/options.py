@@ -183,6 +183,8 @@ class EngineOptions:
         if not isinstance(device, str) or not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", device):
             raise OptionError(f"device is {quoted(self.device)}, expected 'auto', 'cpu' or 'cuda'.")
         object.__setattr__(self, "device", device)
+        if type(self.dtype).__name__ == "dtype":  # torch.bfloat16
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_choice("backend", self.backend, BACKENDS)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_choice("numerics", self.numerics, ("plain", "released"))

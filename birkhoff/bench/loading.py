@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.load import load
+from birkhoff.api.options import EngineOptions
 from birkhoff.bench.report import Row, facts, significant
+from birkhoff.option_checks import check_int
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.safetensors import read_exactly
@@ -46,6 +48,8 @@ def read_rate(files: Sequence[Path], threads: int, max_bytes: int = MAX_READ_BYT
 
 def bench_load(model: str, device: str, rounds: int = 2, max_requests: int = 8) -> Iterator[Row]:
     """Rows of reading and of loading, `rounds` times."""
+    check_int("rounds", rounds)
+    options = EngineOptions(device=device, max_requests=max_requests)
     checkpoint = open_checkpoint(locate(model))
     common = facts() | {"bench": "load", "model": model, "device": device}
     for number, threads in enumerate((THREADS[-1], *THREADS)):
@@ -62,8 +66,7 @@ def bench_load(model: str, device: str, rounds: int = 2, max_requests: int = 8) 
         began = time.perf_counter()
         engine = load(
             model,
-            device=device,
-            max_requests=max_requests,
+            options=options,
             progress=lambda done, total, seen=seen: seen.append((time.perf_counter(), done)),  # type: ignore[misc]
         )
         total = time.perf_counter() - began

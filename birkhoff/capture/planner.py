@@ -106,6 +106,11 @@ class CapturePlanner:
             raise OptionError(
                 f"a consumer is called {quoted(name)}, expected a name that is not taken: {names}."
             )
+        if not isinstance(consumer, Consumer):
+            raise OptionError(
+                f"the consumer {quoted(name)} is {quoted(consumer)}, expected an object with the methods of "
+                "birkhoff/capture/sinks/consumer.py, such as FilesystemConsumer(root)."
+            )
         spec = consumer.global_capture_spec()
         capture = None if spec is None else Capture.from_json(spec)
         if capture is not None:  # a hook or layer that the model lacks is refused now, not at every request

@@ -1,4 +1,6 @@
-"""`birkhoff bench …`: speed measurements as JSON lines, or as a table on a terminal without --json."""
+"""`birkhoff bench …`: speed measurements as JSON lines, or as a table on a terminal without --json.
+
+Every measurement takes --json, so that a script can always pass it; those without a table print JSON lines anyway."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from birkhoff.cli.bench_tables import (
     print_model,
     reuse_line,
 )
+from birkhoff.cli.command_group import CommandGroup
 from birkhoff.cli.parsers import parse_token_count
 from birkhoff.cli.terminal import progress_bar
 from birkhoff.errors import OptionError
@@ -26,9 +29,14 @@ from birkhoff.option_checks import check_choice
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal too.")]
+OnlyJsonLines = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines, the only output of this measurement.")
+]
 Model = Annotated[
     str | None, typer.Option(help="Checkpoint to measure; default: random weights of nano's size.")
 ]
@@ -101,6 +109,7 @@ def packed(
     threads: Threads = 2,
     steps: Steps = 8,
     rounds: Rounds = 5,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Decoding at full V4-Flash width on this CPU from packed weights, beside its memory bandwidth; JSON lines."""
     from birkhoff.bench.packed import PackedSetting, bench_packed
@@ -110,7 +119,7 @@ def packed(
 
 
 @app.command()
-def kernels() -> None:
+def kernels(json: OnlyJsonLines = False) -> None:
     """Decode kernels on a GPU, checked against and timed beside PyTorch; JSON lines."""
     _require_cuda()
     from birkhoff.bench.kernels import bench_kernels
@@ -151,6 +160,7 @@ def decode(
     ] = None,
     depth: Annotated[int, typer.Option(help="Draft tokens per step with --speculate, 1 to 3.")] = 1,
     steps: Annotated[int, typer.Option(help="Tokens generated per request with --speculate.")] = 256,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Decoding at full V4-Flash width on a GPU with random weights: checked, timed, profiled; JSON lines."""
     tokens = parse_token_count(context)
@@ -194,6 +204,7 @@ def prefill(
     distinct: DistinctLayers = 38,
     rival_layers: BaselineLayers = 6,
     numerics: Numerics = "plain",
+    json: OnlyJsonLines = False,
 ) -> None:
     """Prefill at full V4-Flash width on a GPU: checked at every site, timed, profiled; JSON lines."""
     _require_cuda()
@@ -220,6 +231,7 @@ def goodput(
             min=0.01, help="Run only arrivals at this share of what the kernels sustain; repeatable."
         ),
     ] = None,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Arriving requests on a GPU engine, beside the time its kernels need for the same work; JSON lines.
 
@@ -254,12 +266,13 @@ def harvest(
     disk: Annotated[
         str | None, typer.Option(help="Directory for capture files; default: a temporary directory.")
     ] = None,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Rows per second to the device, to the host and to files, beside prompts alone, bus and disk; JSON lines.
 
     Random weights of full V4-Flash width, or a checkpoint with --model."""
     if model is None or device != "cpu":
-        _require_cuda()
+        _require_cuda("bench harvest --device cpu --model nano --texts 32 --tokens 256")
     from birkhoff.bench.harvest import HarvestSetting, bench_harvest
 
     setting = HarvestSetting(texts, tokens, batch_rows, shuffle_rows, file_texts)
@@ -278,10 +291,11 @@ def sae(
     kind: Annotated[
         list[str] | None, typer.Option(help="Kind of dictionary; repeatable. [default: all]")
     ] = None,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Training of dictionaries, beside a plain PyTorch loop and the encoder's product alone; JSON lines."""
     if device != "cpu":
-        _require_cuda()
+        _require_cuda("bench sae --device cpu --features 4096 --width 1024 --products float32")
     from birkhoff.bench.sae import SaeSetting, bench_sae
     from birkhoff.sae.train import KINDS
 
@@ -297,17 +311,18 @@ def load_command(
     model: Annotated[str, typer.Option(help="Checkpoint to load.")] = "nano",
     device: Annotated[str, typer.Option(help="Device to load it to: cpu or cuda.")] = "cpu",
     rounds: Rounds = 2,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Bytes per second of reading a checkpoint with 1, 4 and 16 threads, and of loading it; JSON lines."""
     if device.startswith("cuda"):
-        _require_cuda()
+        _require_cuda("bench load --device cpu")
     from birkhoff.bench.loading import bench_load
 
     _print_lines(bench_load(model, device, rounds))
 
 
 @app.command()
-def sites(numerics: Numerics = "plain") -> None:
+def sites(numerics: Numerics = "plain", json: OnlyJsonLines = False) -> None:
     """Check every hook site of two full-width layers on a GPU against the reference path; JSON lines."""
     _require_cuda()
     import torch
@@ -324,6 +339,7 @@ def taps(
     context: Annotated[int, typer.Option(help="Context length of each sequence in tokens.")] = 4096,
     layers: Layers = 43,
     distinct: DistinctLayers = 38,
+    json: OnlyJsonLines = False,
 ) -> None:
     """Cost of capture and steering in CUDA-graph decode steps; JSON lines."""
     _require_cuda()
@@ -506,7 +522,7 @@ def _serve_mixed(
             f"--steered is {steered:g} and --captured {captured:g}, expected shares that sum to at most 1."
         )
     if device.startswith("cuda"):
-        _require_cuda()
+        _require_cuda("bench serve --device cpu")
     elif layers is not None:
         raise OptionError("--layers makes random weights on a GPU: give --device cuda, or --model.")
     from birkhoff.bench.serve_mixed import MixedSetting, bench_mixed
@@ -554,12 +570,12 @@ def reuse(
         raise typer.Exit(1)
 
 
-def _require_cuda() -> None:
+def _require_cuda(instead: str = "bench model") -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise OptionError(
-            "this measures a CUDA device, and PyTorch sees none here. Measure the CPU: bench model"
+            f"this measures a CUDA device, and PyTorch sees none here. Measure the CPU: {instead}"
         )
 
 

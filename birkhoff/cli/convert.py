@@ -81,4 +81,6 @@ def convert(
         print_status(
             f"{result.seconds:.1f} s, {rate:.0f} MB/s of source; {result.checked} tensors read back{resumed}"
         )
-    typer.echo(json_module.dumps(result.to_dict()) if json else str(dst))
+    # A split file has no file of the name DST: its first part is what opens it.
+    path = dst.with_name(str(result.files[0]["name"])) if result.to == "gguf" else dst
+    typer.echo(json_module.dumps(result.to_dict()) if json else str(path))

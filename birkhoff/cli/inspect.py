@@ -179,7 +179,7 @@ def print_report(report: Inspection, console: Console) -> None:
         console.print("config      " + ", ".join(f"{name} {value}" for name, value in report.config.items()))
     sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
-    capacities = device_memory()
+    capacities = device_memory() if report.file_bytes else {}
     for place, forms in report.fits(capacities).items():
         fitting = ", ".join(forms) or "no form"
         console.print(f"fits        {place} ({format_bytes(capacities[place])}): {fitting}")

@@ -71,5 +71,7 @@ def read_tokenizer(model: str | None, run: Path) -> tuple[Tokenizer | None, str 
             tokenizer = Tokenizer.from_file(file) if file.is_file() else None
         if tokenizer is not None:
             return tokenizer, name
+    if not run.exists():
+        return None, name  # the caller says so
     print_status(f"{name or run} has no tokenizer here: tokens are shown by their numbers. Name one: --model")
     return None, name

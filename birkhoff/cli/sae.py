@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from birkhoff.byte_size import format_bytes
+from birkhoff.cli.command_group import CommandGroup
 from birkhoff.cli.crosscoder import BatchRows, Features, Rate, Steps, crosscoder, training_progress
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
 from birkhoff.cli.report import Tokens, read_tokenizer
 from birkhoff.cli.terminal import print_status, progress_bar
 from birkhoff.data.texts import open_texts, read_texts
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, did_you_mean, quoted
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from birkhoff.sae.features import FeatureEntry
 
 app = typer.Typer(
-    no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Train, evaluate, describe, import and export sparse autoencoders (SAEs).",
 )
 MAX_REQUESTS = 8
 Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.")]
@@ -412,18 +415,17 @@ def search(
 @app.command()
 def show(
     directory: Directory,
-    feature: Annotated[int, typer.Argument(help="Number of the feature.")],
+    feature: Annotated[str, typer.Argument(help="Number or label of the feature.")],
     json: Json = False,
 ) -> None:
     """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""
     described = _descriptions(directory)
-    if feature not in described:
-        raise OptionError(f"feature {feature} is not described in {directory}; {len(described)} others are.")
-    entry = described[feature]
+    number = _feature_number(described, feature, directory)
+    entry = described[number]
     if json:
-        typer.echo(json_module.dumps({"feature": feature, **entry.to_json()}))
+        typer.echo(json_module.dumps({"feature": number, **entry.to_json()}))
         return
-    typer.echo(f"{feature}  {entry.label}")
+    typer.echo(f"{number}  {entry.label}")
     scored = (
         "" if entry.score is None else f", correlation {entry.score:.2f} on {entry.scored_rows} held-out rows"
     )
@@ -440,6 +442,24 @@ def show(
             typer.echo(f"  {context['value']:8.2f}  {context['text']!r}")
 
 
+def _feature_number(described: FeatureIndex, feature: str, directory: Path) -> int:
+    """The described feature of this number or label."""
+    if feature.isdecimal() and int(feature) in described:
+        return int(feature)
+    labels = {number: entry.label for number, entry in described.items()}
+    matches = [number for number, label in labels.items() if label == feature]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise OptionError(
+            f"{len(matches)} features are labelled {quoted(feature)} ({matches[:4]}). Give the number."
+        )
+    raise OptionError(
+        f"feature {quoted(feature)} is not described in {directory}; {len(described)} others are."
+        f"{did_you_mean(feature, labels.values())} Find one by word: birkhoff sae search {directory} WORD"
+    )
+
+
 def _score(entry: FeatureEntry) -> str:
     return "-" if entry.score is None else f"{entry.score:.2f}"
 
@@ -450,6 +470,10 @@ def _descriptions(directory: Path) -> FeatureIndex:
     from birkhoff.sae.files import locate_sae
 
     path, _ = locate_sae(directory)
+    if not path.exists():
+        raise OptionError(
+            f"{directory} does not exist. Give the directory of an SAE, nano for its own, or a published name."
+        )
     described = FeatureIndex.read(path if path.is_dir() else path.parent)
     if not described:
         raise OptionError(

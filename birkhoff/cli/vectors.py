@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from birkhoff.cli.command_group import CommandGroup
 from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import Json, Texts, shared_options, split_options
 from birkhoff.cli.parsers import parse_floats, parse_layers, parse_streams, parse_words
@@ -24,7 +25,9 @@ from birkhoff.errors import OptionError
 if TYPE_CHECKING:
     from birkhoff.analysis.vector_search import Trial
 
-app = typer.Typer(no_args_is_help=True, help="Create, search, list, show and import steering vectors.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, help="Create, search, list, show and import steering vectors."
+)
 MAX_REQUESTS = 16
 EXPERT_COUNTS, EXPERT_STRENGTHS = (4, 12), (0.3, 1.0)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from birkhoff import __version__
 from birkhoff.cli.attribute import attribute, circuit
 from birkhoff.cli.bench import app as bench
 from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
+from birkhoff.cli.command_group import CommandGroup
 from birkhoff.cli.config_file import read_defaults
 from birkhoff.cli.convert import convert
 from birkhoff.cli.export import export
@@ -30,11 +30,10 @@ from birkhoff.cli.serve import serve
 from birkhoff.cli.synth import synth
 from birkhoff.cli.validate import validate
 from birkhoff.cli.vectors import app as vectors
-from birkhoff.errors import did_you_mean
 
 
-class CommandGroup(TyperGroup):
-    """Typer group that lists the commands when an unknown one is given and takes `--config` anywhere in the line."""
+class AllCommands(CommandGroup):
+    """The command `birkhoff`, which takes `--config` anywhere in the line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = args[: args.index("--")] if "--" in args else args
@@ -46,16 +45,10 @@ class CommandGroup(TyperGroup):
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            verbs = sorted(self.list_commands(ctx))
-            ctx.fail(f"there is no {args[0]!r}.{did_you_mean(args[0], verbs)} There is: {', '.join(verbs)}.")
-        return super().resolve_command(ctx, args)
-
 
 app = typer.Typer(
     name="birkhoff",
-    cls=CommandGroup,
+    cls=AllCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -81,7 +81,7 @@ def _rules(flash: V4Config) -> str:
     schema = schema_of(flash, "bfloat16")
     once = ", ".join(f"`{site.name}`" for site in SITES if site.once)
     plain = ", ".join(f"`{site.name}`" for site in SITES if site.plain)
-    ordinary = ", ".join(f"`{site.name}` is the {site.ordinary}" for site in SITES if site.ordinary)
+    ordinary = ", ".join(f"`{site.name}` is {site.ordinary}" for site in SITES if site.ordinary)
     groups = ", ".join(f"`{name}`" for name in GROUPS)
     moe = ", ".join(f"`{name}`" for name in schema if schema[name].hash_routed)
     one_row = [row for row in schema.values() if row.ragged is None]

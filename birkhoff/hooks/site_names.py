@@ -79,6 +79,15 @@ _ORDINARY = {
     "blocks.{}.mlp.hook_out": "mlp_out",
     "blocks.{}.attn.hook_z": "attn_z",
 }
+# What V4 has in place of a tensor that HookedTransformer names, with its prefix or without.
+_INSTEAD_ON_V4 = {
+    "resid_pre": "mhc_streams_pre_attn",
+    "resid_mid": "mhc_streams_pre_mlp",
+    "resid_post": STREAMS_POST_MLP,
+    "attn_out": "post_attn",
+    "mlp_out": "mlp_out",
+    "z": "attn_head_out",
+}
 _V4 = {name: hook for table in TOOLS.values() for hook, name in table.items()}
 
 
@@ -92,6 +101,19 @@ def from_tool(name: str, num_layers: int, streams: bool = True) -> Address | Non
     if hook is None or (match is None) is ("{}" in template):
         return None
     return hook, num_layers - 1 if match is None else int(match[2])
+
+
+def counterpart(name: str, streams: bool | None = None) -> str:
+    """` DeepSeek-V4 has 'hook' instead.` for a name of HookedTransformer such as `resid_pre`, or what an ordinary model
+    has, or both if `streams` is None; nothing for any other name."""
+    match = re.fullmatch(r"(?:blocks\.\d{1,5}\.)?(?:attn\.)?(?:hook_)?([a-z_]+)", name, re.ASCII)
+    hook = _INSTEAD_ON_V4.get(match[1]) if match else None
+    if match is None or hook is None:
+        return ""
+    mixed = ", the four residual streams" if hook.startswith("mhc_streams") else ""
+    ordinary = _ORDINARY["blocks.{}.attn.hook_z" if match[1] == "z" else f"blocks.{{}}.hook_{match[1]}"]
+    texts = [f" DeepSeek-V4 has {hook!r} instead{mixed}."] if streams is not False else []
+    return "".join(texts + ([] if streams else [f" An ordinary model has {ordinary!r}."]))
 
 
 def select(hook: str, layers: LayerSelector | None, schema: Schema, num_layers: int) -> dict[int, Address]:
@@ -142,7 +164,7 @@ def refusal(hook: str, schema: Schema) -> str | None:
             "mhc_streams_pre_mlp, mhc_streams_pre_attn of the next layer (also called mhc_streams_post_mlp of this "
             f"one), or mhc_streams_final after the last. This model has: {', '.join(sorted(schema))}."
         )
-    hint = did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
+    hint = counterpart(hook, streams) or did_you_mean(hook, [*schema, *(ALIASES if streams else ())])
     return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
 
 

@@ -59,7 +59,7 @@ PRE_ATTN = Site(
     True,
     "input of the attention sublayer, before its norm",
     plain=True,
-    ordinary="residual entering the layer",
+    ordinary="the residual entering the layer",
 )
 POST_ATTN = Site(
     1,
@@ -68,7 +68,7 @@ POST_ATTN = Site(
     True,
     "attention output, before it is written to the streams",
     plain=True,
-    ordinary="residual after attention was added",
+    ordinary="the residual after attention was added",
 )
 POST_MLP = Site(
     2, "post_mlp", "d", True, "single residual after the MLP of an ordinary model", plain=True, absent=True
@@ -79,7 +79,7 @@ MLP_IN = Site(
     "d",
     True,
     "input of the expert sublayer, before its norm",
-    ordinary="input of the MLP, after its norm if it has one",
+    ordinary="the input of the MLP, after its norm if it has one",
 )
 MLP_OUT = Site(
     4,
@@ -106,7 +106,7 @@ FINAL_HIDDEN = Site(
     True,
     "merged streams before the final norm",
     once=True,
-    ordinary="residual before the final norm",
+    ordinary="the residual before the final norm",
 )
 MOE_ROUTER_LOGITS = Site(
     16, "moe_router_logits", "E", False, "gate product before sqrt-softplus and bias", "float32"

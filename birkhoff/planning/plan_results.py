@@ -57,7 +57,8 @@ def capture_results_json(plan: Plan, timeout: float = 30.0) -> dict[str, Any]:
 
 
 def rows_json(rows: SiteRows) -> dict[str, Any]:
-    """Captured rows as base64 of their little-endian bytes, with dtype, shape, positions and token ids."""
+    """Captured rows as base64 of their little-endian bytes, with dtype, shape, positions and token ids. A row of fp8
+    numbers is to be multiplied by its entry of `scale`."""
     tensor = rows.tensor.detach().cpu().contiguous()
     raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return {
@@ -68,6 +69,7 @@ def rows_json(rows: SiteRows) -> dict[str, Any]:
         "positions": list(rows.positions),
         "token_ids": list(rows.token_ids),
         "data": base64.b64encode(raw).decode(),
+        **({} if rows.scale is None else {"scale": rows.scale.flatten().tolist()}),
     }
 
 

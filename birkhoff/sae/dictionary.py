@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import linear
 
 from birkhoff import notebook
-from birkhoff.errors import SaeError, quoted
+from birkhoff.errors import SaeError, did_you_mean, quoted
 from birkhoff.option_checks import as_int
 from birkhoff.sae.activations import Activation, make, per_feature
 from birkhoff.sae.row_norm import NORMS, normalize_rows
@@ -186,13 +186,15 @@ class Sae:
             if len(matches) == 1:
                 return matches[0]
             matches = [self.feature_id(row) for row in matches]
-            known = ", ".join(sorted({quoted(label) for label in self.labels.values()})[:8]) or "none"
+            labels = sorted(set(self.labels.values()))
             if matches:
                 raise SaeError(
                     f"{len(matches)} features are labelled {quoted(name)} ({matches[:4]}). Give the number."
                 )
+            known = ", ".join(map(quoted, labels)) if len(labels) <= 8 else f"{len(labels)} others"
             raise SaeError(
-                f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number."
+                f"no feature is labelled {quoted(name)}; labels: {known or 'none'}.{did_you_mean(name, labels)} Give a "
+                "label or a number; search_features and birkhoff sae search find labels by word."
             )
         if as_int(name) is None or not 0 <= name < self.total_features:
             raise SaeError(

@@ -43,6 +43,10 @@ class Attachment:
     def name(self) -> str:
         return self.module.name
 
+    def __repr__(self) -> str:
+        sites = ", ".join(f"{hook}[{layer}]" for hook, layer in sorted(self.module.saes))
+        return f"Attachment({self.name!r}, {self.module.kind}, {sites})"
+
     def __enter__(self) -> Attachment:
         return self
 

@@ -47,6 +47,9 @@ MAX_MESSAGE_CHARS = 1000
 # What messages written for Python callers suggest, and the same over HTTP.
 HTTP_CALLS = {
     "engine.modules[name] = vector": "POST /v1/steering/modules/register",
+    "raise max_context": "start the server with a larger --max-context",
+    "load with a larger max_context": "start the server with a larger --max-context",
+    "Give hook= and layers=": 'Give "at": {"hook": …, "layers": …}',
     "engine.attach(name, sae)": "birkhoff serve --sae NAME=PATH",
 }
 _FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")

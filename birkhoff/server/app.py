@@ -7,6 +7,7 @@ that also validate the bodies.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
@@ -15,10 +16,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from birkhoff import __version__
-from birkhoff.errors import BirkhoffError
+from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.async_engine import AsyncEngine
@@ -304,14 +306,29 @@ async def _error_response(http: HttpRequest, error: Exception) -> Response:
 async def _routing_error_response(http: HttpRequest, error: Exception) -> Response:
     """Errors of the router itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
+    path, headers = http.url.path, dict(error.headers or {})
     messages = {
-        404: "there is no such route. /openapi.json lists those there are.",
-        405: "this route takes another method.",
+        404: f"there is no route {quoted(path)}.{_similar_route(http, path)} /openapi.json lists all routes.",
+        405: f"{http.method} is not served at {quoted(path)}, which takes {headers.get('Allow', 'other methods')}.",
     }
     api_error = ApiError(
         error.status_code,
         messages.get(error.status_code, "the call was refused."),
         code="route",
-        headers=dict(error.headers or {}),
+        headers=headers,
     )
-    return api_error.response(http.url.path, http.state.request_id)
+    return api_error.response(path, http.state.request_id)
+
+
+def _similar_route(http: HttpRequest, path: str) -> str:
+    """What to call instead of an unknown path: one under /v1, which base URLs often lack or repeat, or a near one."""
+    routes = {route.path for route in http.app.routes if isinstance(route, Route)}
+    plain = path.rstrip("/")
+    if f"/v1{plain}" in routes:
+        return f" There is {f'/v1{plain}'!r}: with OpenAI's client, base_url ends in /v1."
+    if plain.replace("/v1", "", 1) in routes:
+        return (
+            f" There is {plain.replace('/v1', '', 1)!r}: with this client, the base URL does not end in /v1."
+        )
+    close = get_close_matches(path[:128], routes, 1, cutoff=0.85)  # routes are long and alike
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 import orjson
@@ -21,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from birkhoff.errors import quoted
 from birkhoff.json_limits import exceeds_depth, structure
 from birkhoff.server.api_errors import ApiError, bad_request
+from birkhoff.server.field_errors import explain, unknown_field
 
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
 Body = TypeVar("Body", bound="RequestBody")
@@ -79,10 +79,8 @@ def refuse_unknown_fields(body: RequestBody, strict: bool = False) -> list[str]:
                     f"{shown} is not served: {owner.refused[name]}. Leave it out.", shown, "field-refused"
                 )
             if name not in owner.without_effect:
-                known = list(type(owner).model_fields)
-                close = get_close_matches(name[:64], known, 1)
-                hint = f"Did you mean {close[0]!r}?" if close else "Remove it."
-                raise bad_request(f"{shown!a} is no field of this call. {hint}", shown, "field-unknown")
+                message = unknown_field(shown, name, list(type(owner).model_fields))
+                raise bad_request(message, shown, "field-unknown")
             if strict:
                 raise bad_request(
                     f"{shown!a} has no effect here, and X-Strict asks for exactness. Remove it.",
@@ -157,12 +155,8 @@ def validate(body_type: type[Body], fields: dict[str, Any]) -> Body:
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = _field_path(first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise bad_request(
-            f"{where or 'the body'}: {message[0].lower() + message[1:]}.", where or None, "field-invalid"
-        ) from None
+        path, message = explain(error.errors(include_url=False), body_type.model_fields)
+        raise bad_request(message, path or None, "field-invalid") from None
     except RecursionError:
         raise bad_request(
             "the body refers to itself too deeply. Send a flatter one.", code="json-invalid"
@@ -177,7 +171,8 @@ async def read_json(
     if content_type != "application/json":
         raise ApiError(
             415,
-            f"the content type is {quoted(content_type)}, expected application/json.",
+            f"the content type is {quoted(content_type)}, expected application/json. Send the header "
+            "Content-Type: application/json.",
             code="content-type",
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
@@ -222,17 +217,6 @@ def _type_name(value: object) -> str:
         type(None): "null",
     }
     return names.get(type(value), "value")
-
-
-def _field_path(location: tuple[int | str, ...]) -> str:
-    """pydantic's error location as `a.b[0]`, without the union branches it also lists."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif "(" not in part and part.replace("_", "").isalnum():
-            path += f".{part[:64]}" if path else part[:64]
-    return path
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -136,6 +136,11 @@ class CompletionFormatter(ChoicesFormatter):
             entries.append(TokenLogprob(token, float(logprobs[position, token]), top))
         return entries
 
+    def _text_characters(self, token: int) -> int:
+        """How many characters of a choice's text a token is; special tokens, such as begin of text, are none."""
+        tokenizer = self._context.engine.tokenizer
+        return 0 if token in tokenizer.special_ids else len(tokenizer.piece(token).decode("utf-8", "replace"))
+
     def _logprobs(self, entries: list[TokenLogprob | int], offset: int) -> dict[str, Any]:
         """The four parallel lists of the completions API; `offset` is the text offset of the first token."""
 
@@ -147,16 +152,16 @@ class CompletionFormatter(ChoicesFormatter):
         top_logprobs = list[dict[str, float] | None]()
         text_offset = list[int]()
         for entry in entries:
+            token = entry.token_id if isinstance(entry, TokenLogprob) else entry
+            tokens.append(text(token))
             if isinstance(entry, TokenLogprob):
-                tokens.append(text(entry.token_id))
                 token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
-                top_logprobs.append({text(token): max(value, MIN_LOGPROB) for token, value in entry.top})
+                top_logprobs.append({text(other): max(value, MIN_LOGPROB) for other, value in entry.top})
             else:
-                tokens.append(text(entry))
                 token_logprobs.append(None)
                 top_logprobs.append(None)
             text_offset.append(offset)
-            offset += len(tokens[-1])
+            offset += self._text_characters(token)
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -174,13 +179,13 @@ class CompletionFormatter(ChoicesFormatter):
         choice = {**self.empty_choice(index), "text": text}
         offset = self._text_offset.setdefault(index, 0)
         if self._top_logprobs is not None:
-            entries: list[TokenLogprob | int] = [
+            entries = [
                 token.logprob
                 for token in output.tokens
                 if token.logprob and not is_eos(token.token_id, output.request)
             ]
-            choice["logprobs"] = self._logprobs(entries, offset)
-            self._text_offset[index] += sum(map(len, choice["logprobs"]["tokens"]))
+            choice["logprobs"] = self._logprobs([*entries], offset)
+            self._text_offset[index] += sum(self._text_characters(entry.token_id) for entry in entries)
         if self._body.return_token_ids:
             choice["token_ids"] = ids
         return [choice]

@@ -38,7 +38,13 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > settings.max_connections:
-                refusal = ApiError(503, "too many connections. Try again later.", code="connections")
+                refusal = ApiError(
+                    503,
+                    f"{settings.max_connections} connections are open, the most this server takes. Close some, or try "
+                    "again in a second; --max-connections allows more.",
+                    code="connections",
+                    headers={"Retry-After": "1"},
+                )
                 self._close_with(refusal, b"503 Service Unavailable")
             else:
                 self._start_head_timer()
@@ -105,6 +111,7 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
             if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
                 body = orjson.dumps(error.as_json())
                 head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n" % status
+                head += b"".join(f"{name}: {value}\r\n".encode() for name, value in error.headers.items())
                 self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             self.transport.close()
 

@@ -28,7 +28,7 @@ class Vector:
     """One row of numbers, checked on construction: one-dimensional, finite, not empty."""
 
     def __init__(self, values: Any, name: str = "vector"):
-        if isinstance(values, torch.Tensor):
+        if isinstance(values, torch.Tensor) and not values.is_complex():
             values = values.detach().float().cpu().numpy()
         try:
             raw = np.asarray(values)

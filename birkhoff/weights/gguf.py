@@ -162,9 +162,8 @@ def open_gguf(
             check_architecture(header.keys, mtp_file.name)
             copies = add_tensors(header.tensors, layers, True, refs, on_error)
             files.append(mtp_file)
-            notices.append(
-                f"{mtp_file.name} was used for multi-token prediction; its {len(copies)} copies were skipped."
-            )
+            skipped = f"; its {len(copies)} copies of shared tensors were skipped" if copies else ""
+            notices.append(f"{mtp_file.name} was used for multi-token prediction{skipped}.")
             tensors += header.tensors
     elif "mtp.0.hc_head_fn" not in refs:
         notices.append(

@@ -183,7 +183,7 @@ def _describe(
         expert_bytes += ref.nbytes if ".ffn.experts." in name else 0
     total = sum(counts.values())
     active = None
-    if config is not None:
+    if config is not None and "embed.weight" in tensors:
         share = config.num_experts_per_tok / config.n_routed_experts
         embed = config.vocab_size * config.hidden_size  # a lookup, not a product
         active = total - counts["mtp"] - embed - round(counts["experts"] * (1 - share))

@@ -265,6 +265,19 @@ def test_other_settings_are_refused_by_name(engine, checkpoint, tmp_path):
     assert contents(out / "harvest") == before
 
 
+def test_a_run_that_stored_nothing_does_not_bind_the_next_one(engine, tmp_path):
+    data, out, spec = tmp_path / "texts.jsonl", tmp_path / "out", Capture({"mlp_out": [1]})
+    data.write_text('{"txt": "a fox"}\n')
+    with pytest.raises(DataError, match="--text-field"):
+        harvest(engine, open_texts(data), spec, out, source={"sha256": "wrong"})
+    data.write_text('{"text": "a fox"}\n')
+    report = harvest(engine, open_texts(data), spec, out, source={"sha256": "mended"})
+    assert report.new_texts == 1 and set(read_sharded(out / "harvest")) == {"000000000"}
+    assert json.loads((out / "harvest.json").read_text())["settings"]["source"] == {"sha256": "mended"}
+    with pytest.raises(CaptureSettings, match=r'source\.sha256 was "mended"'):
+        harvest(engine, open_texts(data), spec, out, source={"sha256": "third"})
+
+
 def test_a_directory_with_other_files_is_refused(engine, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CaptureSettings, match=r"holds no harvest\.json"):

@@ -328,6 +328,7 @@ def test_after_close_every_call_is_refused(checkpoint):
         lambda: next(opened.stream("x")),
         lambda: opened.logits(IDS),
         lambda: opened.trace(IDS),
+        lambda: opened.attach("features", "nano"),
     ]
     for call in calls:
         with pytest.raises(EngineClosed, match=r"closed. Load the model again") as caught:

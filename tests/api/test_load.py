@@ -76,7 +76,7 @@ def test_options_and_defaults_are_the_documented_ones():
         ({"device": None}, "device is None, expected"),
         ({"device": 0}, "device is 0, expected"),
         ({"dtype": "float16"}, "dtype is 'float16', expected one of 'auto', 'float32', 'bfloat16'"),
-        ({"dtype": torch.float32}, "dtype is torch.float32, expected one of"),
+        ({"dtype": torch.float16}, "dtype is 'float16', expected one of"),
         ({"numerics": "exact"}, "numerics is 'exact', expected one of 'plain', 'released'"),
         ({"kernels": "cuda"}, "kernels is 'cuda', expected one of 'auto', 'reference', 'triton'"),
         ({"kernels": ["auto"]}, "kernels is"),

@@ -65,6 +65,7 @@ def test_options_are_frozen_values():
     options = EngineOptions(device=torch.device("cpu"), max_requests=2)
     assert options.device == "cpu" and hash(options) == hash(replace(options))
     assert options == EngineOptions(device="cpu", max_requests=2) != EngineOptions()
+    assert EngineOptions(dtype=torch.bfloat16) == EngineOptions(dtype="bfloat16")
     with pytest.raises(FrozenInstanceError):
         options.device = "cuda"
     with pytest.raises(OptionError, match="dtype is 'int8', expected one of"):

@@ -219,6 +219,15 @@ def test_t_cap_2_messages_name_valid_values():
     )
     assert "0..5" in str(refused({"memory": part(hooks={"mlp_out": [6]})}))
     assert "Enabled here: disk, memory" in str(refused({"shm": part()}))
+    for name, value in part().items():  # the fields of a capture without a consumer, and hooks as consumers
+        assert '{"memory": {"hooks": {hook: layers}}}' in str(refused({name: value})), name
+    assert '{"memory": {"hooks": {hook: layers}}}' in str(refused({"mlp_out": [3]}))
+    with pytest.raises(CaptureValidationError, match=r"Did you mean 'mlp_out'\?"):
+        Capture({"mlp_uot": [1]})
+    with pytest.raises(
+        CaptureValidationError, match=r"'mhc_streams_post_mlp' instead.* An ordinary model has 'post_mlp'"
+    ):
+        Capture({"resid_post": [1]})
     assert "packed" in str(refused({"disk": part(**FILED, layout="sharded")}))
     fixed = [name for name, hook in V4.items() if hook.ragged is None]
     everything = {"memory": part(hooks=dict.fromkeys(fixed, "all"))}

@@ -11,9 +11,9 @@ def test_round_trip_on_the_command_line(birkhoff_here, tiny, tmp_path):
     there = birkhoff(
         "convert", tiny, tmp_path / "m.gguf", "--dense", "bf16", "--no-mtp", "--shard-size", "1MB"
     )
-    assert there.returncode == 0 and there.stdout.decode().strip() == str(tmp_path / "m.gguf"), there.stderr
+    (first,) = tmp_path.glob("m-00001-of-*.gguf")
+    assert there.returncode == 0 and there.stdout.decode().strip() == str(first), there.stderr
     assert b"every number is exactly what it was" in there.stderr and b"m-00001-of-" in there.stderr
-    first = sorted(tmp_path.glob("m-00001-of-*.gguf"))[0]
     back = birkhoff_here("convert", first, tmp_path / "back", "--json", "--exact")
     result = json.loads(back.stdout)
     assert (
@@ -22,6 +22,8 @@ def test_round_trip_on_the_command_line(birkhoff_here, tiny, tmp_path):
         and result["written"]
         and result["checked"] > 200
     )
+    whole = birkhoff_here("convert", tiny, tmp_path / "whole.gguf", "--no-mtp")
+    assert whole.stdout.decode().strip() == str(tmp_path / "whole.gguf"), whole.stderr
 
 
 def test_misuse(birkhoff_here, tiny, tmp_path):

@@ -53,6 +53,15 @@ def test_problems_set_the_exit_status(app, tmp_path, flags):
     assert result.exit_code == 1 and "are missing" in result.stdout
 
 
+def test_files_without_tensors_have_no_active_parameters(app, tmp_path):
+    synth(tmp_path / "c", "tiny")
+    for shard in (tmp_path / "c").glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:1000])
+    result = CliRunner().invoke(app, [str(tmp_path / "c")], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "cut short" in result.stdout + result.stderr
+    assert "active per token" not in result.stdout and "fits " not in result.stdout
+
+
 def test_a_gpu_plan_from_a_config_only(app, tmp_path):
     """V4-Flash on 24 GiB: memory by kind, expert placement and speed limits."""
     result = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--requests", "2"], env={"COLUMNS": "200"})

@@ -1,5 +1,6 @@
 """The command as a whole: help, version, verbs, exit statuses, and no heavy imports for help."""
 
+import json
 import os
 import pty
 import select
@@ -7,8 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer.main
 
 from birkhoff import __version__
 from birkhoff.cli.main import run
@@ -28,6 +32,28 @@ def test_every_verb_has_help(verb):
     assert "Usage: birkhoff" in text
     if "COMMAND" not in text:
         assert "--json" in text
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield " ".join((*names, name)), command
+
+
+@pytest.mark.parametrize(("name", "command"), [*commands(typer.main.get_command(app))])
+def test_every_command_takes_json(name, command):
+    assert "--json" in {option for parameter in command.params for option in parameter.opts}
+
+
+def test_a_measurement_without_a_table_prints_the_same_with_json(tiny):
+    plain, with_json = (
+        birkhoff("bench", "load", "--model", tiny, "--rounds", "1", *more) for more in ([], ["--json"])
+    )
+    assert plain.returncode == with_json.returncode == 0, with_json.stderr
+    kinds = [[json.loads(line)["kind"] for line in done.stdout.splitlines()] for done in (plain, with_json)]
+    assert kinds[0] == kinds[1] and len(kinds[0]) == 5
 
 
 def test_help_does_not_wait_for_pytorch():
@@ -54,7 +80,12 @@ def test_version():
     [
         ([], ["Usage"]),
         (["sevre"], ["no 'sevre'", "Did you mean 'serve'?", ", ".join(sorted(VERBS))]),
-        (["vectors", "serch"], ["Did you mean 'search'?"]),
+        (["vectors", "serch"], ["Did you mean 'search'?", "contrast, import, list, search, show"]),
+        (["bench", "speed"], ["no 'speed'", "attribution, decode, goodput"]),
+        (["sae", "learn"], ["no 'learn'", "There is: active, crosscoder"]),
+        (["bench", "harvest", "--device", "cpu"], ["bench harvest --device cpu --model nano"]),
+        (["bench", "sae"], ["bench sae --device cpu"]),
+        (["sae", "search", "nowhere", "sea"], ["nowhere does not exist. Give the directory of an SAE"]),
         (["generate", "hi", "--temprature", "0"], ["--temprature", "--temperature"]),
         (["generate"], ["prompt"]),
         (["generate", "hi", "--colour"], ["--colour"]),

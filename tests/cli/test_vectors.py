@@ -241,3 +241,13 @@ def test_a_search_does_not_choose_a_vector_that_did_nothing():
     assert best_trial([trial(0.0, 0.0), trial(-0.1, 0.0)], 1.0) is None
     assert best_trial([trial(0.2, 2.0), trial(0.0, 0.0)], 1.0) is None
     assert best_trial([trial(0.1, 0.5), trial(0.0, 0.0)], 1.0).gained == 0.1
+
+
+def test_a_feature_is_shown_by_number_or_label(capfd):
+    assert run(["sae", "show", "nano", "the sea"]) == 0
+    by_label = capfd.readouterr().out
+    assert run(["sae", "show", "nano", by_label.split()[0]]) == 0
+    assert capfd.readouterr().out == by_label and by_label.split("\n")[0].endswith("  the sea")
+    for name, words in (("the see", "Did you mean 'the sea'?"), ("99999", "birkhoff sae search nano WORD")):
+        assert run(["sae", "show", "nano", name]) == 2
+        assert words in capfd.readouterr().err

@@ -98,6 +98,19 @@ def test_errors_for_unknown_hooks_suggest_the_nearest_and_list_all():
     assert "Did you mean 'mlp_out'?" in why and why.endswith(f"It has: {', '.join(sorted(V4))}.")
     assert "Did you mean 'mhc_streams_post_mlp'?" in refusal("mhc_stream_post_mlp", V4)
     assert "Did you mean" not in refusal("zzz", V4)
+    for name, hook in {
+        "blocks.3.hook_resid_pre": "mhc_streams_pre_attn",
+        "resid_mid": "mhc_streams_pre_mlp",
+        "hook_resid_post": "mhc_streams_post_mlp",
+        "blocks.0.hook_mlp_out": "mlp_out",
+        "blocks.0.hook_attn_out": "post_attn",
+        "blocks.0.attn.hook_z": "attn_head_out",
+    }.items():
+        assert f"DeepSeek-V4 has {hook!r} instead" in refusal(name, V4)
+    assert (
+        "An ordinary model has 'pre_attn'." in (why := refusal("resid_pre", PLAIN)) and "DeepSeek" not in why
+    )
+    assert "An ordinary model has 'attn_z'." in refusal("z", PLAIN) and "An ordinary" not in refusal("z", V4)
     for hook in ("mhc_streams_pre_attn", "mhc_streams_post_mlp", "mlp_in", "final_hidden"):
         assert refusal(hook, PLAIN).endswith("It has: post_attn, post_mlp, pre_attn.")
     assert all(refusal(hook, V4) is None for hook in [*V4, "mhc_streams_post_mlp"])

@@ -80,4 +80,6 @@ def test_what_is_no_capture_is_refused(tmp_path, capfd):
     with pytest.raises(CaptureFileError, match="no finished capture"):
         list(captured_texts(tmp_path))
     assert run(["report", str(tmp_path)]) == 1 and "no finished capture" in capfd.readouterr().err
+    assert run(["report", str(tmp_path / "none")]) == 1
+    assert "no directory" in (said := capfd.readouterr().err) and "tokenizer" not in said
     assert run(["report", str(tmp_path), "--limit", "0"]) == 2

@@ -72,6 +72,9 @@ def test_features_are_found_by_label():
     ):
         with pytest.raises(SaeError, match=message):
             sae.feature(name)
+    many = random_sae("relu", labels={index: f"word {index}" for index in range(12)} | {20: "the sea"})
+    with pytest.raises(SaeError, match=r"13 others\. Did you mean 'the sea'\? .* birkhoff sae search"):
+        many.feature("the see")
 
 
 def test_the_digest_depends_on_what_is_computed():

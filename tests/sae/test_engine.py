@@ -176,7 +176,8 @@ def test_sixteen_requests_in_a_batch_equal_single_runs(engine):
 def test_phase_and_where_select_exactly_the_named_tokens(engine):
     options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     length = len(PROMPT)
-    with engine.attach("m", sae_at(engine, "mlp_out", 2)):
+    with engine.attach("m", sae_at(engine, "mlp_out", 2)) as attached:
+        assert repr(attached) == "Attachment('m', delta, mlp_out[2])"
         for edit, expected in (
             (SaeSet("m", {1: 2.0}, phase="prefill"), range(length)),
             (SaeSet("m", {1: 2.0}, phase="decode"), range(length, length + 5)),

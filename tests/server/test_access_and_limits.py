@@ -349,6 +349,23 @@ def test_r12_a_cancelled_call_ends_without_an_error(guarded):
 # Load
 
 
+def test_a_connection_too_many_is_told_the_limit_and_when_to_return(guarded):
+    with contextlib.ExitStack() as held:
+        for _ in range(64):
+            held.enter_context(socket.create_connection(("127.0.0.1", guarded.port)))
+        with guarded.http as client:
+            answer = client.get("/health")
+    error = answer.json()["error"]
+    assert (
+        answer.status_code == 503 and error["code"] == "connections" and answer.headers["retry-after"] == "1"
+    )
+    assert "64 connections are open" in error["message"] and "--max-connections" in error["message"]
+    until = time.monotonic() + PATIENCE
+    while guarded.get("/health").status_code != 200:  # until the server has seen that the others left
+        assert time.monotonic() < until, "connections that were closed still count"
+        time.sleep(0.05)
+
+
 def test_r13_overload_is_refused_and_other_requests_are_served(guarded):
     """Ten times the capacity, in bursts: every request gets 200, or 429 with Retry-After."""
 

@@ -34,6 +34,10 @@ def test_consumers_of_flags_receive_rows_and_files_can_be_fetched(tmp_path):
             CHAT, {"messages": user("x"), "capture": {"sae_stats": {"hooks": {"mlp_out": [0]}}}}
         )
         assert named.status_code == 400 and "no consumer has this name" in named.json()["error"]["message"]
+        flat = served.post(CHAT, {"messages": user("x"), "capture": {"hooks": {"mlp_out": [0]}}}).json()[
+            "error"
+        ]
+        assert '{"memory": {"hooks": {hook: layers}}}' in flat["message"] and flat["param"] == "capture.hooks"
         delivered = served.metric('birkhoff_capture_rows{consumer="shards",state="delivered"}')
         assert served.metric('birkhoff_capture_rows{consumer="shards",state="dropped"}') == 0
     usage = [answer["usage"] for answer in (first, second)]

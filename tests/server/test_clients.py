@@ -195,6 +195,10 @@ def test_openai_completions_and_models(client):
         completion.choices[0].logprobs.token_logprobs[0] is None
         and len(completion.choices[0].logprobs.tokens) > 5
     )
+    for choice in completion.choices:  # offsets are into the text, which has no begin-of-text token
+        offsets, tokens = choice.logprobs.text_offset, choice.logprobs.tokens
+        assert offsets[:2] == [0, 0] and tokens[0] not in choice.text
+        assert all(choice.text[at:].startswith(token) for at, token in zip(offsets[1:], tokens[1:]))
     pieces = client.completions.create(
         model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True
     )

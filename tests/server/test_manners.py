@@ -97,3 +97,15 @@ def test_errors_suggest_calls_over_http(served):
         from birkhoff.errors import SteeringError
 
         assert to_api_error(SteeringError(f"Do it: {python}.")).message == f"Do it: {http}."
+
+
+def test_a_context_too_long_is_told_the_option_of_the_server(served):
+    error = served.post("/v1/chat/completions", {**ASK, "max_tokens": 100_000}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("lower max_tokens, or start the server with a larger --max-context.")
+
+
+def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
+    edit = {"op": "add", "vector": [1.0] * 384}
+    error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]
+    assert error["message"].endswith('Give "at": {"hook": …, "layers": …}.'), error

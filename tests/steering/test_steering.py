@@ -304,6 +304,7 @@ BAD = [
     ),
     (lambda m, d: Add([0.0] * d, hook="mlp_out", layers=[0], norm_match=True), "needs a direction"),
     (lambda m, d: Add([True] * d, hook="mlp_out", layers=[0]), "True"),
+    (lambda m, d: Add(torch.ones(d, dtype=torch.complex64), hook="mlp_out", layers=[0]), "of numbers"),
     (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], where=[10**6]), "out of range"),
 ]
 

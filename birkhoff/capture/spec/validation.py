@@ -23,7 +23,7 @@ from birkhoff.capture.spec.estimate import (
     has_streams,
     stored_row,
 )
-from birkhoff.errors import CaptureValidationError, SelectorError, quoted
+from birkhoff.errors import CaptureValidationError, SelectorError, did_you_mean, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.layers import ALL_LAYERS, LayerSelector, check_layers_form, is_list, parse_layers
 from birkhoff.hooks.positions import parse_positions
@@ -133,7 +133,14 @@ def _consumer(path: str, consumer: str | None, context: CaptureContext | None) -
         ", ".join(sorted(name for name, rules in context.consumers.items() if rules is not None)) or "none"
     )
     if consumer not in context.consumers:
-        raise CaptureValidationError(f"no consumer has this name. Enabled here: {enabled}.", path, "V1")
+        nested = (
+            ' The fields of a capture are nested under a consumer: {"memory": {"hooks": {hook: layers}}}.'
+            if consumer in FIELDS or site_names.known_name(consumer)
+            else ""
+        )
+        raise CaptureValidationError(
+            f"no consumer has this name. Enabled here: {enabled}.{nested}", path, "V1"
+        )
     rules = context.consumers[consumer]
     if rules is None:
         raise CaptureValidationError(
@@ -199,7 +206,9 @@ def _hook_names(hooks: Mapping[str, Any], path: str, context: CaptureContext | N
         if context is not None:
             why = site_names.refusal(hook, context.schema)
         elif not site_names.known_name(hook):
-            why = f"no model has a hook of this name. Hooks: {', '.join(sorted((*BY_NAME, *site_names.ALIASES)))}."
+            names = sorted((*BY_NAME, *site_names.ALIASES))
+            hint = site_names.counterpart(hook) or did_you_mean(hook, names)
+            why = f"no model has a hook of this name.{hint} Hooks: {', '.join(names)}."
         if why is not None:
             raise CaptureValidationError(why, field_path(f"{path}.hooks", hook), "V4")
 

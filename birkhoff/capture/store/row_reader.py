@@ -203,7 +203,8 @@ def sidecars_of(directory: Path) -> list[Path]:
                 paths.append(directory / entry.name)
     except OSError as error:
         raise CaptureFileError(
-            f"{directory} cannot be listed ({error.strerror}). Give a tag's directory."
+            f"{directory} cannot be listed ({error.strerror}). Give the directory of a finished capture, its --out, or "
+            "of a tag."
         ) from None
     return [path for path in paths if _SIDECAR.fullmatch(path.name)]
 

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,11 @@ TESTS = ("tests/kernels/test_packed.py", "tests/decode/test_native.py")
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are architectures of x86-64")
-@pytest.mark.parametrize("architecture", ["x86-64-v3", "x86-64"])  # with AVX2, and with SSE2 alone
-def test_kernels_of_processors_without_avx512_pass_the_same_tests(architecture):
+@pytest.mark.parametrize("architecture", ["x86-64-v3", "x86-64", "cascadelake"])
+def test_kernels_of_other_processors_pass_the_same_tests(architecture):
+    """With AVX2, with SSE2 alone, and with AVX-512 and VNNI but without the instructions for bits of bytes."""
+    if architecture == "cascadelake" and "avx512_vnni" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("this processor does not run them")
     environment = {**os.environ, "BIRKHOFF_NATIVE": architecture, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS]

@@ -254,20 +254,28 @@ template <> struct ByteCodes<Q6_K> : Pairs<1> {
     __m512 scale(int s) const { return of_sixteen(own, s); }
 };
 
-// 32 bytes of seven signs: the eighth makes their number even.
-inline __m256i with_parity(__m256i signs) {
-    __m256i parity = _mm256_xor_si256(signs, _mm256_srli_epi32(signs, 4));
-    parity = _mm256_xor_si256(parity, _mm256_srli_epi32(parity, 2));
-    parity = _mm256_xor_si256(parity, _mm256_srli_epi32(parity, 1));
-    return _mm256_or_si256(signs, _mm256_slli_epi32(_mm256_and_si256(parity, _mm256_set1_epi8(1)), 7));
-}
-
-// Signs of 32 columns in 28 bits, for eight groups of them, as a bit per column.
-inline __m256i sign_bits(__m256i packed) {
-    __m256i bits = _mm256_and_si256(packed, _mm256_set1_epi32(0x7f));
-    for (int k = 1; k < 4; k++)
-        bits = _mm256_or_si256(bits, _mm256_and_si256(_mm256_slli_epi32(packed, k), _mm256_set1_epi32(0x7f << (8 * k))));
-    return with_parity(bits);
+// Seven signs of eight columns from bits FIRST + STEP k on of every eight bytes, k = 0 to 3; an eighth makes their number
+// even. Two bytes for each: their low halves are the signs of the first and of the last four columns.
+template <int FIRST, int STEP> inline __m512i signs_of(__m512i words) {
+#if defined(__GFNI__) && defined(__AVX512VBMI__)
+    constexpr uint64_t twice = 0x0101, a = FIRST * twice, b = (FIRST + STEP) * twice, c = (FIRST + 2 * STEP) * twice,
+                       d = (FIRST + 3 * STEP) * twice;
+    __m512i signs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)(a | b << 16 | c << 32 | d << 48)), words);
+    // a matrix of bits: seven as they are, then their sum
+    signs = _mm512_gf2p8affine_epi64_epi8(signs, _mm512_set1_epi64(0x010204081020407F), 0);
+#else
+    __m512i signs = _mm512_setzero_si512();
+    for (int k = 0; k < 4; k++) {
+        const __m512i seven = _mm512_and_si512(_mm512_srli_epi64(words, FIRST + STEP * k), _mm512_set1_epi64(127));
+        signs = _mm512_or_si512(signs, _mm512_slli_epi64(seven, 16 * k));
+    }
+    __m512i parity = _mm512_xor_si512(signs, _mm512_srli_epi16(signs, 4));
+    parity = _mm512_xor_si512(parity, _mm512_srli_epi16(parity, 2));
+    parity = _mm512_xor_si512(parity, _mm512_srli_epi16(parity, 1));
+    signs = _mm512_or_si512(signs, _mm512_slli_epi16(_mm512_and_si512(parity, _mm512_set1_epi16(1)), 7));
+    signs = _mm512_or_si512(signs, _mm512_slli_epi16(signs, 8));
+#endif
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xff), signs, _mm512_srli_epi16(signs, 4), 0xCA);  // a ? b : c
 }
 
 // Coordinates and signs of points of a lattice. Four adjacent columns have a byte of signs, so that step s takes columns s,
@@ -277,18 +285,12 @@ struct Lattice : Strided {
     static constexpr bool ONE_SCALE = true, MINIMA = false;
     __m512i signs;
     __m512 scales;
-    // A bit per column.
-    void set_signs(__m256i bits) {
-        const __m512i wide = _mm512_cvtepu8_epi16(bits);
-        signs = _mm512_or_si512(wide, _mm512_slli_epi16(wide, 4));  // the low four bits of a byte
-    }
-    // Eight times 28 bits of signs and four of a scale.
-    void unpack(__m256i packed, float d) {
-        set_signs(sign_bits(packed));
-        const __m256i odd = _mm256_or_si256(_mm256_slli_epi32(_mm256_srli_epi32(packed, 28), 1), _mm256_set1_epi32(1));
-        const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-        const __m512i own = _mm512_permutexvar_epi32(twice, _mm512_castsi256_si512(odd));
-        scales = _mm512_mul_ps(_mm512_cvtepi32_ps(own), _mm512_set1_ps(d));
+    // 28 bits of signs and four of a scale, from bit FIRST of every eight bytes on.
+    template <int FIRST> void unpack(__m512i words, float d) {
+        signs = signs_of<FIRST, 7>(words);
+        __m512i steps = _mm512_srli_epi64(words, FIRST + 28);
+        steps = _mm512_shuffle_epi32(steps, _MM_PERM_CCAA);  // of sixteen columns each
+        scales = _mm512_fmadd_ps(_mm512_cvtepi32_ps(steps), _mm512_set1_ps(2.f * d), _mm512_set1_ps(d));
     }
 };
 
@@ -316,7 +318,7 @@ template <> struct ByteCodes<IQ2_XXS> : TwoBitPoints {
     void begin(const uint8_t *row) {
         const __m512i words = load_64(row + 2);  // eight times four points, then signs and a scale
         points = look_up<256>(points_iq2_xxs, _mm512_cvtepu8_epi16(_mm512_cvtepi64_epi32(words)));
-        unpack(_mm512_cvtepi64_epi32(_mm512_srli_epi64(words, 32)), half(row) * 0.125f);
+        unpack<32>(words, half(row) * 0.125f);
     }
 };
 
@@ -325,7 +327,7 @@ template <> struct ByteCodes<IQ2_XS> : TwoBitPoints {
     void begin(const uint8_t *row) {
         const __m512i words = load_64(row + 2);  // nine bits of a point and seven signs
         points = look_up<512>(points_iq2_xs, words);
-        set_signs(with_parity(_mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 9))));
+        signs = signs_of<9, 16>(words);
         const __m128i both = _mm_cvtsi64_si128((long long)eight_bytes(row + 66)), mask = _mm_set1_epi8(15);
         const __m128i steps = _mm_and_si128(_mm_unpacklo_epi8(both, _mm_srli_epi16(both, 4)), mask);
         const __m128i odd = _mm_add_epi8(_mm_add_epi8(steps, steps), _mm_set1_epi8(1));
@@ -341,7 +343,7 @@ template <> struct ByteCodes<IQ3_XXS> : Lattice {
         const __m512i high = look_up<256>(points_iq3_xxs, _mm512_cvtepu8_epi16(load_32(row + 34)));
         for (int i = 0; i < 2; i++)
             points[i] = join(_mm512_cvtepi16_epi8(_mm512_srli_epi16(low, 8 * i)), _mm512_cvtepi16_epi8(_mm512_srli_epi16(high, 8 * i)));
-        unpack(load_32(row + 66), half(row) * 0.25f);
+        unpack<0>(_mm512_cvtepu32_epi64(load_32(row + 66)), half(row) * 0.25f);
     }
     __m512i codes(int s) const {
         const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(68, 76, 84, 92, 100, 108, 116, 126, 60, 52, 44, 36, 28, 20, 12, 2));

@@ -34,7 +34,7 @@ HELP = {
     "/reset": "clear the messages, keep the system message",
     "/steer LINE": "steer the next answers, as --steer: +2.0 NAME @ HOOK[LAYERS] stream=1; 'off' removes it",
     MIX: "show the 4x4 mixing matrices of the last token (default: last layer)",
-    "/quit": "leave (also Ctrl-D)",
+    "/quit": "leave (also /exit, Ctrl-D)",
     "//TEXT": "send a message that begins with a slash",
 }
 SUBLAYERS = {"attn": "attention", "ffn": "experts"}
@@ -100,7 +100,7 @@ class Conversation:
         return output
 
     def command(self, line: str) -> bool:
-        """Run a slash command; return False for `/quit`."""
+        """Run a slash command; return False for `/quit` and `/exit`."""
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name == "/help":
@@ -115,7 +115,7 @@ class Conversation:
             self._steer(argument)
         elif name == "/mix":
             self._mix(argument)
-        elif name == "/quit":
+        elif name in ("/quit", "/exit"):
             return False
         else:
             raise OptionError(f"{quoted(name)} is no command here. There is {', '.join(self._help())}.")

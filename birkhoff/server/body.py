@@ -56,6 +56,14 @@ class EmptyBody(StrictBody):
     """The body of a call without fields: none, or an empty object."""
 
 
+def read_query(http: Request, **defaults: str) -> list[str]:
+    """The query parameters of these names in this order, or their defaults. Others are refused."""
+    for name in http.query_params:
+        if name not in defaults:
+            raise bad_request(unknown_field(name[:64], name, list(defaults)), name[:64], "field-unknown")
+    return [http.query_params.get(name, default) for name, default in defaults.items()]
+
+
 MAX_UNKNOWN_FIELDS = 64
 
 

@@ -25,8 +25,9 @@ from starlette.responses import FileResponse, Response
 
 from birkhoff.capture.store.export import to_safetensors
 from birkhoff.capture.store.reader import CaptureEntries, CaptureEntry, read_request, read_sharded
+from birkhoff.errors import quoted
 from birkhoff.server.api_errors import ApiError, bad_request
-from birkhoff.server.body import EmptyBody
+from birkhoff.server.body import EmptyBody, read_query
 from birkhoff.server.context import ServingContext
 from birkhoff.server.links import LIFETIME_SECONDS, SignedLinks
 from birkhoff.server.reply import json_response
@@ -35,6 +36,7 @@ MAX_WAIT_SECONDS = 60.0
 MAX_EXPORTS = 16
 MAX_SLICE_ROWS = 256
 MAX_SLICE_COLUMNS = 512
+MAX_LISTED = 8  # entries in a message
 
 
 class CaptureRoutes:
@@ -55,7 +57,8 @@ class CaptureRoutes:
         """State and entries of a capture. `wait=S` waits up to S seconds for its files."""
         if "range" in http.headers or "application/octet-stream" in http.headers.get("accept", ""):
             return await self.data(capture_id)
-        wait = _parse_wait(http.query_params.get("wait", "0"))
+        (text,) = read_query(http, wait="0")
+        wait = _parse_wait(text)
         capture = await asyncio.to_thread(self._context.capture_index.describe, capture_id, wait)
         if capture["status"] in ("ok", "partial_error") and capture["paths"]:
             entries = await asyncio.to_thread(self._entries, capture_id)
@@ -80,14 +83,19 @@ class CaptureRoutes:
 
     async def slice(self, http: HttpRequest, capture_id: str) -> Response:
         """Rows of one hook and layer as numbers, subsampled to at most 256 rows and 512 columns."""
-        hook = http.query_params.get("hook", "")
-        layer = http.query_params.get("layer", "")
-        if not layer.isdecimal() or len(layer) > 6:
+        hook, layer = read_query(http, hook="", layer="")
+        if not layer.isascii() or not layer.isdecimal() or len(layer) > 6:
             raise bad_request("layer: expected the number of a layer.", "layer")
         entries = await asyncio.to_thread(self._entries, capture_id)
         entry = entries.get((hook, int(layer)))
         if entry is None:
-            raise ApiError(404, "this capture holds no rows of that hook and layer.", code="entry-unknown")
+            some = ", ".join(f"{each} {index}" for each, index in list(entries)[:MAX_LISTED])
+            raise ApiError(
+                404,
+                f"this capture holds no rows of {quoted(hook)} in layer {layer}. It holds {some or 'none'}"
+                f"{', …' if len(entries) > MAX_LISTED else ''}.",
+                code="entry-unknown",
+            )
         rows = entry.values()[:MAX_SLICE_ROWS]
         flat = rows.reshape(rows.shape[0], -1)
         width = flat.shape[1]

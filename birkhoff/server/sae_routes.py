@@ -22,7 +22,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_probe import Feature
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
-from birkhoff.server.body import EmptyBody, StrictBody
+from birkhoff.server.body import EmptyBody, StrictBody, read_query
 from birkhoff.server.interp_routes import AnalysisRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
@@ -121,7 +121,7 @@ class SaeRoutes(AnalysisRoutes):
     async def search(self, http: HttpRequest, sae: str) -> Response:
         """Features with the words `q` in their label, tokens or contexts, best first; at most `limit` (20)."""
         self._module(sae)
-        words, text = http.query_params.get("q", ""), http.query_params.get("limit", "20")
+        words, text = read_query(http, q="", limit="20")
         if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_FOUND:
             raise bad_request(f"limit: expected a number from 1 to {MAX_FOUND}.", "limit")
         if not words.strip() or len(words) > MAX_QUERY:

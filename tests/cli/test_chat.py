@@ -55,6 +55,12 @@ def test_commands_through_a_pipe(tiny, engine):
         assert "  ".join(f"{value:.2f}" for value in row) in out
 
 
+@pytest.mark.parametrize("word", ["/quit", "/exit"])
+def test_a_command_ends_the_conversation(tiny, word):
+    done = birkhoff("chat", "--model", tiny, *FLAGS, stdin=f"{word}\nHello\n".encode())
+    assert done.returncode == 0 and not done.stdout.strip()
+
+
 def test_the_system_message_reaches_the_prompt(tiny, engine):
     done = birkhoff(
         "chat", "--model", tiny, *FLAGS, "--system", "first", "--json", stdin=b"a\n/reset\n/system then\nb\n"

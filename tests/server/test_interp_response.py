@@ -311,6 +311,12 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
     assert served.get(f"{where}/data", range="bytes=999999999-").status_code == 416
     rows = served.get(f"{where}/slice?hook=mhc_ffn_res_mix&layer=3").json()
     assert np.allclose(rows["values"], expected.acts["mhc_ffn_res_mix", 3].tensor.flatten(1).numpy())
+    missing = served.get(f"{where}/slice?hook=mlp_out&layer=3")
+    assert missing.status_code == 404 and "mhc_ffn_res_mix 3" in missing.json()["error"]["message"]
+    for path, name, hint in (("/slice?hook=x&layers=3", "layers", "'layer'"), ("?wate=1", "wate", "'wait'")):
+        unknown = served.get(where + path)
+        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == name
+        assert hint in unknown.json()["error"]["message"]
     listed = served.get("/v1/interp/captures").json()["captures"]
     assert results["filesystem"]["id"] in {entry["id"] for entry in listed}
 

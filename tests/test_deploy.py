@@ -33,6 +33,8 @@ def test_the_dockerfile_copies_files_that_exist_and_has_both_targets():
         if name in ("ENTRYPOINT", "CMD", "VOLUME"):
             assert isinstance(json.loads(rest), list)
     assert instructions[-1] == ["USER", "birkhoff"]  # nothing runs as root
+    base = text[text.index(" AS base") : text.index(" AS cpu")]
+    assert "install --yes --no-install-recommends g++" in base  # native kernels are compiled where they run
 
 
 def test_the_build_script_builds_or_says_that_nothing_can():

@@ -41,6 +41,7 @@ from birkhoff.free_memory import free_host_bytes
 from birkhoff.hf.checkpoint import read_config, runs_here
 from birkhoff.hf.open_model import context_for, make_core, open_model, open_text, read_hf_config
 from birkhoff.kernels import jit
+from birkhoff.kernels.packed.compile import find_compiler
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.offload.placement import Placement
@@ -425,6 +426,12 @@ def _report(
         print(
             "birkhoff: numba is missing, so the CPU kernels run uncompiled and decoding is many times slower. "
             "Install it: pip install numba",
+            file=sys.stderr,
+        )
+    elif run.device.type == "cpu" and options.kernels == "auto" and find_compiler() is None:
+        print(
+            "birkhoff: there is no C++ compiler, so packed weights are expanded to float32 and decoding is slower. "
+            "Install g++ or clang++; it is used once.",
             file=sys.stderr,
         )
     print(

@@ -199,3 +199,17 @@ def test_a_raw_completion_prints_no_chat_markers(capfd):
         assert "User" not in capfd.readouterr().out
     assert run([*ask, "--json"]) == 0
     assert "<｜User｜>" in capfd.readouterr().out
+
+
+def test_a_machine_without_a_compiler_says_what_is_slower(tiny, tmp_path):
+    here = birkhoff(
+        "generate", "Hello", "--model", tiny, "--max-tokens", "2", "--seed", "1", "--temperature", "0"
+    )
+    bare = birkhoff(
+        *("generate", "Hello", "--model", tiny, "--max-tokens", "2", "--seed", "1", "--temperature", "0"),
+        PATH=str(tmp_path),
+        CXX="",
+    )
+    assert bare.returncode == 0 and bare.stdout == here.stdout
+    assert b"no C++ compiler" in bare.stderr and b"Install g++ or clang++" in bare.stderr
+    assert b"no C++ compiler" not in here.stderr

@@ -153,15 +153,15 @@ class Transformer(nn.Module):
         types = {stack.layer: stack.types for stack in self.expert_stacks() if stack.types is not None}
         return [types[layer] for layer in sorted(types)]
 
-    def compute_cold_experts_on_host(self) -> bool:
-        """Decode steps leave experts that are in host memory to the CPU. Call it when the store is filled. Returns
-        False, and changes nothing, where a check of it fails."""
+    def compute_cold_experts_on_host(self, share: float = 1.0) -> bool:
+        """Decode steps leave experts that are in host memory, or a `share` of them, to the CPU. Call it when the store
+        is filled. Returns False, and changes nothing, where a check of it fails."""
         stacks = self.expert_stacks()
         store, types = stacks[0].store, self.stored_expert_types()
         assert store is not None and len(types) == store.layers
         config = self.config
         host = HostExperts(
-            store, types, config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
+            store, types, config.hidden_size, config.moe_intermediate_size, config.swiglu_limit, share
         )
         if not host.works(self.numerics.dtype):
             store.compute_on_device()

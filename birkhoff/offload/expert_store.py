@@ -35,6 +35,8 @@ from birkhoff.offload.read_gate import ReadGate
 P = ParamSpec("P")
 T = TypeVar("T")
 
+GOLDEN = 0.6180339887  # multiples of it modulo 1 are spread evenly
+
 
 @dataclass
 class CachedExpert:
@@ -99,6 +101,7 @@ class ExpertStore:
         self.decode_table = self.table
         self.on_host = torch.zeros(self.layers, self.experts, dtype=torch.bool, device=self.device)
         self._host_side: Callable[[Iterable[ExpertId]], None] | None = None
+        self._host_share = 1.0
         self._offsets = torch.tensor([each.offsets for each in self.layouts], dtype=torch.int64)
         self._homes: dict[ExpertId, tuple[bool, int]] = {}  # on the device, slot
         self._resident = resident.clone()  # the first halves of the homes
@@ -156,12 +159,12 @@ class ExpertStore:
         return slots.data_ptr() + slot * self.slot_bytes
 
     @_locked
-    def compute_on_host(self, moved: Callable[[Iterable[ExpertId]], None]) -> None:
-        """From now on, decode steps leave experts without a copy on the device to the host: they are marked in
-        `on_host` and have address zero in `decode_table`. `moved` is called with experts whose home may have changed,
-        before a step that reads the new one."""
+    def compute_on_host(self, moved: Callable[[Iterable[ExpertId]], None], share: float = 1.0) -> None:
+        """From now on, decode steps leave experts without a copy on the device to the host, or a `share` of them: they
+        are marked in `on_host` and have address zero in `decode_table`. `moved` is called with experts whose home may
+        have changed, before a step that reads the new one."""
         self.decode_table = torch.empty_like(self.table)
-        self._host_side = moved
+        self._host_side, self._host_share = moved, share
         self._write_table(self._homes)
 
     def compute_on_device(self) -> None:
@@ -320,4 +323,7 @@ class ExpertStore:
 
     def _left_to_host(self, expert: ExpertId) -> bool:
         cached = self._cached.get(expert)
-        return self.is_cold(expert) and (cached is None or not cached.published)
+        layer, index = expert
+        # The same ones always, spread evenly over a layer's experts.
+        in_share = (index * GOLDEN + layer / self.layers) % 1.0 < self._host_share
+        return self.is_cold(expert) and in_share and (cached is None or not cached.published)

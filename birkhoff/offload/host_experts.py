@@ -63,8 +63,8 @@ class _Staging:
 
 
 class HostExperts:
-    """Computes what decode steps leave to the host. `types` are those of gate and up, and of down, by layer of the
-    store; `limit` clamps SwiGLU."""
+    """Computes what decode steps leave to the host: a `share` of the cold experts. `types` are those of gate and up,
+    and of down, by layer of the store; `limit` clamps SwiGLU."""
 
     def __init__(
         self,
@@ -73,12 +73,13 @@ class HostExperts:
         hidden: int,
         inner: int,
         limit: float,
+        share: float = 1.0,
     ):
         self.store, self.types, self.hidden, self.inner, self.limit = store, list(types), hidden, inner, limit
         self._hosted = [HostedExperts(store.experts, hidden, inner, kinds) for kinds in self.types]
         self._staging: dict[tuple[int, torch.dtype], _Staging] = {}
         self._calls = _StreamCalls(store.device) if store.device.type == "cuda" else _DirectCalls()
-        store.compute_on_host(self._moved)
+        store.compute_on_host(self._moved, share)
 
     def begin(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Begin the experts of a layer that are left to the host: x [n, d], ids and weights [n, k] of the router."""
@@ -103,6 +104,8 @@ class HostExperts:
     def works(self, dtype: torch.dtype) -> bool:
         """Whether copies and host functions give what a direct call gives, also recorded as a CUDA graph. Called before
         the first step; nothing is kept of it."""
+        if not bool(self.store.on_host.any()):
+            return True
         layer = int(self.store.on_host.sum(1).argmax())
         ids = self.store.on_host[layer].nonzero().view(1, -1)[:, :8].int()
         x = torch.linspace(-0.05, 0.05, self.hidden, device=self.store.device).to(dtype).view(1, -1)

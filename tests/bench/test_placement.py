@@ -7,7 +7,14 @@ import json
 import pytest
 import torch
 
-from birkhoff.bench.placement import PlacedSteps, bench_placement, hot_fraction, move_to, random_resident
+from birkhoff.bench.placement import (
+    CPU_SHARES,
+    PlacedSteps,
+    bench_placement,
+    hot_fraction,
+    move_to,
+    random_resident,
+)
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
@@ -32,9 +39,11 @@ def test_all_rows_are_produced_and_consistent():
     small = {"config": LEAST, "device": CPU, "count": 1, "checked": 1, "kernels": "reference", "chunk": 16}
     rows = list(bench_placement(["0.5"], [1], 128, **small))
     kinds = ["same bits", "bus", "placement", "placement", "moving", "chunk"]
-    assert [row["kind"] for row in rows] == kinds + (["rates", "cpu experts"] if native.available() else [])
+    on_cpu = ["cpu experts"] * len(CPU_SHARES)
+    assert [row["kind"] for row in rows] == kinds + (["rates", *on_cpu] if native.available() else [])
     if native.available():
-        assert rows[6]["cpu_bytes_per_second"] > 0 and rows[7]["passed"] and rows[7]["tokens_per_second"] > 0
+        assert rows[6]["cpu_bytes_per_second"] > 0 and [row["cpu_share"] for row in rows[7:]] == [*CPU_SHARES]
+        assert all(row["passed"] and row["tokens_per_second"] > 0 for row in rows[7:])
     assert all(json.loads(json.dumps(row)) == row for row in rows)
     assert rows[0]["passed"] and rows[0]["equal"] == {"1": True, "0.5": True, "0": True}
     random_row, counted_row = rows[2], rows[3]

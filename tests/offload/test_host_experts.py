@@ -75,14 +75,20 @@ def run_step(host, store, layer, x, ids, weights):
     return out.sum(1)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("layer", KINDS)
-def test_host_and_device_together_compute_all_experts(layer, rows):
+def test_host_and_device_together_compute_all_experts(layer, rows, share):
+    every = filled_store(torch.zeros(3, COUNT, dtype=torch.bool))
+    HostExperts(every, list(KINDS.values()), HIDDEN, INNER, 10.0, share)
+    of_host = every.on_host  # if all experts are cold
+    assert abs(of_host.float().mean() - share) < 0.1
     resident = torch.zeros(3, COUNT, dtype=torch.bool)
     resident[:, ::2] = True
     store = filled_store(resident)
-    host = HostExperts(store, list(KINDS.values()), HIDDEN, INNER, 10.0)
-    assert torch.equal(store.on_host, ~resident)
+    host = HostExperts(store, list(KINDS.values()), HIDDEN, INNER, 10.0, share)
+    assert torch.equal(store.on_host, ~resident & of_host)
+    assert torch.equal(store.decode_table[..., 0] == 0, store.on_host)
     for seed in range(3):
         x, ids, weights = routed(rows, seed)
         expected = experts(x, ids, weights, stack_of(store, layer), 10.0, None)
@@ -92,7 +98,7 @@ def test_host_and_device_together_compute_all_experts(layer, rows):
             (layer, 0), (layer, 1)
         )
         store.publish(wait=True)
-        assert torch.equal(store.on_host, ~store.resident()), "as the experts moved"
+        assert torch.equal(store.on_host, ~store.resident() & of_host), "as the experts moved"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

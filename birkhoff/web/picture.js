@@ -213,5 +213,5 @@ export function download(name, blob) {
   document.body.append(link);
   link.click();
   link.remove();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  setTimeout(() => URL.revokeObjectURL(link.href), 300_000); // a busy browser may read it late
 }

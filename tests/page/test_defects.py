@@ -58,7 +58,11 @@ def test_the_bench_leaves_the_chat_alone(open_tab):
     answer = texts(tab)
     page.locator(ANSWER).nth(3).click()
     page.keyboard.press("Escape")
-    page.wait_for_selector("[data-pin]:has-text('Pinned')")
+    position = page.locator(ANSWER).nth(3).get_attribute("data-position")
+    # not the last token, which an answer pins by itself
+    page.wait_for_function(
+        f"() => document.querySelector('[data-pin]')?.textContent.includes('position {position}')"
+    )
     pinned = page.inner_text("[data-pin]")
     page.wait_for_selector(".edit", state="attached")
     page.click("#tab-steer")

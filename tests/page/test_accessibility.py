@@ -8,6 +8,9 @@ SERIOUS = {"serious", "critical"}
 def scan(tab, where):
     from axe_playwright_python.sync_playwright import Axe
 
+    # what is still being computed is dimmed
+    tab.page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")
+    tab.page.wait_for_timeout(300)
     violations = [v for v in Axe().run(tab.page).response["violations"] if v["impact"] in SERIOUS]
     details = [
         (v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200])

@@ -41,6 +41,7 @@ def saved(tab: Tab, panel: str, item: str, folder: Path) -> Path:
     """The file of an item of a panel's menu. One download of thousands never began: it is asked for once more."""
     from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
+    tab.page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")
     for patience in (60_000, 240_000):
         try:
             with tab.page.expect_download(timeout=patience) as download:

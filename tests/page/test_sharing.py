@@ -38,17 +38,18 @@ def answered(chromium, server):
 
 
 def saved(tab: Tab, panel: str, item: str, folder: Path) -> Path:
-    """The file of an item of a panel's menu. One download of thousands never began: it is asked for once more."""
+    """The file of an item of a panel's menu. Chromium drops a download after twelve in quick succession, without an error
+    of the page: it is asked for once more."""
     from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
     tab.page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")
-    for patience in (60_000, 240_000):
+    for patience in (30_000, 240_000):
         try:
             with tab.page.expect_download(timeout=patience) as download:
                 share(tab, panel, item)
             break
         except PlaywrightTimeout:
-            assert patience == 60_000, tab.page.locator("#toast").all_inner_texts()
+            assert patience == 30_000, tab.page.locator("#toast").all_inner_texts()
     path = folder / download.value.suggested_filename
     download.value.save_as(path)
     return path

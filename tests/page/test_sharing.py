@@ -38,8 +38,8 @@ def answered(chromium, server):
 
 
 def saved(tab: Tab, panel: str, item: str, folder: Path) -> Path:
-    """The file of an item of a panel's menu. Chromium drops a download after twelve in quick succession, without an error
-    of the page: it is asked for once more."""
+    """The file of an item of a panel's menu. Chromium drops a download after twelve in quick succession, without an
+    error of the page: it is asked for once more."""
     from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
     tab.page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")

@@ -1,13 +1,20 @@
 // Enough of CUDA to run a thread block of our kernels on a CPU: a thread per CUDA thread, barriers for warps and blocks.
 // Functions with inline PTX are left out of the kernels' sources and defined here.
+//
+// Asynchronous copies are as slow as the hardware allows them to be: what a request will write is junk until the thread
+// has waited for it, so a kernel that reads earlier computes wrong numbers. Compiled with ThreadSanitizer
+// (test_sanitizers.py), threads are ordered by what orders them on a GPU and nothing else: barriers, and not the exchange
+// of registers between the lanes of a warp.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <map>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -20,11 +27,11 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct int4 { int x, y, z, w; };
-struct longlong2 { long long x, y; };
-struct float2 { float x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) longlong2 { long long x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Place { int x, y; };
 static Place gridDim;
@@ -42,6 +49,32 @@ static std::vector<Fragments> fragments;
 
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
 inline void __syncwarp() { warp_barriers[threadIdx.x >> 5]->arrive_and_wait(); }
+
+// Lanes exchange registers within the life of this object: that orders none of their accesses to memory.
+#ifdef __SANITIZE_THREAD__
+extern "C" void AnnotateIgnoreSyncBegin(const char*, int);
+extern "C" void AnnotateIgnoreSyncEnd(const char*, int);
+extern "C" void AnnotateIgnoreReadsBegin(const char*, int);
+extern "C" void AnnotateIgnoreReadsEnd(const char*, int);
+extern "C" void AnnotateIgnoreWritesBegin(const char*, int);
+extern "C" void AnnotateIgnoreWritesEnd(const char*, int);
+struct Exchange {
+    Exchange() {
+        AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
+        AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+    }
+    ~Exchange() {
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+        AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+        AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
+    }
+};
+#else
+struct Exchange {
+    ~Exchange() {}
+};
+#endif
 template <typename T> T __ldcg(const T* p) { return *p; }
 template <typename T> T __ldg(const T* p) { return *p; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
@@ -97,6 +130,7 @@ inline uint2 e4m3x4_to_f16x4(unsigned four);
 // mma.m16n8k16: row.col, float16 or bfloat16 inputs. Each lane computes its own four results.
 template <bool BF16>
 void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    Exchange registers;
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     Fragments& all = fragments[threadIdx.x >> 5];
     const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
@@ -120,6 +154,7 @@ void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsi
 // mma.m16n8k32 of bytes: signed or unsigned A, signed B.
 template <bool SIGNED>
 void mma_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    Exchange registers;
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     Fragments& all = fragments[threadIdx.x >> 5];
     const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
@@ -138,6 +173,7 @@ void mma_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, 
 }
 
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+    Exchange registers;
     Fragments& all = fragments[threadIdx.x >> 5];
     all.a[threadIdx.x & 31][0] = v;
     __syncwarp();
@@ -148,6 +184,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
 
 inline float __shfl_xor_sync(unsigned, float v, int by) {
+    Exchange registers;
     const int lane = threadIdx.x & 31;
     Fragments& all = fragments[threadIdx.x >> 5];
     all.value[lane] = v;
@@ -157,6 +194,7 @@ inline float __shfl_xor_sync(unsigned, float v, int by) {
     return v;
 }
 template <typename T> T __shfl_sync(unsigned, T v, int from) {
+    Exchange registers;
     Fragments& all = fragments[threadIdx.x >> 5];
     memcpy(&all.value[threadIdx.x & 31], &v, 4);
     __syncwarp();
@@ -182,56 +220,98 @@ inline unsigned e4m3x2_to_f16x2(unsigned two) {
 }
 inline uint2 e4m3x4_to_f16x4(unsigned four) { return {e4m3x2_to_f16x2(four), e4m3x2_to_f16x2(four >> 16)}; }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
+inline uint2 load_once8(const void* p) { return *static_cast<const uint2*>(p); }
 
-// Only other kernels use these, so they are declared and never called.
-unsigned __reduce_min_sync(unsigned, unsigned);
-uint2 load_once8(const void*);
+unsigned __reduce_min_sync(unsigned, unsigned);  // only other kernels call it
 
-// Barriers of bulk copies: a phase ends with one arrival and when all expected bytes were copied.
-struct CopyBarrier { int arrived = 0, bytes = 0, phase = 0; };
-static std::map<const void*, CopyBarrier> copy_barriers;
-static std::mutex copying;
-static std::condition_variable copied;
+inline void require_multiple(const void* p, int bytes) {
+    if ((size_t)p % bytes == 0) return;
+    fprintf(stderr, "an address of %d bytes is not a multiple of that\n", bytes);
+    abort();
+}
+
+// A barrier in shared memory (mbarrier). Its eight bytes hold the phase, the arrivals that a phase takes, those that it
+// still takes, and the bytes that it still takes.
+struct BarrierState {
+    uint64_t phase : 8, arrivals : 12, pending : 12;
+    int64_t bytes : 32;
+};
 inline void barrier_change(uint64_t* at, int arrivals, int bytes) {
-    std::lock_guard held(copying);
-    CopyBarrier& barrier = copy_barriers[at];
-    barrier.arrived += arrivals;
-    barrier.bytes += bytes;
-    if (barrier.arrived == 1 && barrier.bytes == 0) barrier.arrived = 0, barrier.phase++;
-    copied.notify_all();
+    std::atomic_ref<uint64_t> word(*at);
+    uint64_t before = word.load(std::memory_order_relaxed), after;
+    do {
+        BarrierState state;
+        memcpy(&state, &before, 8);
+        state.pending -= arrivals;
+        state.bytes += bytes;
+        if (state.pending == 0 && state.bytes == 0) state.phase++, state.pending = state.arrivals;
+        memcpy(&after, &state, 8);
+    } while (!word.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+    word.notify_all();
 }
-inline void barrier_init(unsigned long long* at) {
-    std::lock_guard held(copying);
-    copy_barriers[at] = {};
+inline void barrier_start(uint64_t* at, int arrivals) {
+    const BarrierState state{0, (uint64_t)arrivals, (uint64_t)arrivals, 0};
+    memcpy(at, &state, 8);
 }
+inline void barrier_await(uint64_t* at, unsigned parity) {
+    std::atomic_ref<uint64_t> word(*at);
+    for (uint64_t now; ((now = word.load(std::memory_order_acquire)) & 1) == parity;) word.wait(now);
+}
+inline void barrier_init(unsigned long long* at) { barrier_start((uint64_t*)at, 1); }
 inline void fence_barriers() {}
 inline void barrier_expect(unsigned long long* at, int bytes) { barrier_change((uint64_t*)at, 1, bytes); }
 inline void copy_bulk(unsigned char* into, const unsigned char* from, int bytes, unsigned long long* at) {
+    require_multiple(into, 16);
+    require_multiple(from, 16);
+    require_multiple((const void*)(size_t)bytes, 16);
     memcpy(into, from, bytes);
     barrier_change((uint64_t*)at, 0, -bytes);
 }
-inline void barrier_wait(unsigned long long* at, int parity) {
-    std::unique_lock held(copying);
-    copied.wait(held, [&] { return (copy_barriers[at].phase & 1) != parity; });
+inline void barrier_wait(unsigned long long* at, int parity) { barrier_await((uint64_t*)at, parity); }
+
+// Asynchronous copies of this thread: the group that is open, and those that were committed.
+struct Copy { unsigned char* into; const void* from; int bytes; };  // zeros from a null pointer
+static thread_local std::vector<Copy> open_copies;
+static thread_local std::deque<std::vector<Copy>> committed_copies;
+inline void request_copy(unsigned char* into, const void* from, int bytes) {
+    require_multiple(into, bytes);
+    require_multiple(from, bytes);
+    memset(into, 0xFF, bytes);
+    open_copies.push_back({into, from, bytes});
 }
-inline void copy_async16(unsigned char* into, const unsigned char* from) { memcpy(into, from, 16); }
-inline void copy16(unsigned char* into, const void* from) { memcpy(into, from, 16); }
+inline void commit_requests() {
+    committed_copies.push_back(std::move(open_copies));
+    open_copies.clear();
+}
+inline void await_requests(int pending) {
+    for (; (int)committed_copies.size() > pending; committed_copies.pop_front())
+        for (const Copy& each : committed_copies.front())
+            each.from ? memcpy(each.into, each.from, each.bytes) : memset(each.into, 0, each.bytes);
+}
+inline void copy_async16(unsigned char* into, const unsigned char* from) { request_copy(into, from, 16); }
+inline void copy16(unsigned char* into, const void* from) { request_copy(into, from, 16); }
 inline void copy_or_zero16(unsigned char* into, const void* from, bool valid) {
-    valid ? memcpy(into, from, 16) : memset(into, 0, 16);
+    request_copy(into, valid ? from : nullptr, 16);
 }
 static std::vector<std::vector<const unsigned char*>> matrix_rows(32, std::vector<const unsigned char*>(32));
 inline uint4 load_matrices(const unsigned char* row) {  // ldmatrix.x4: word q of row g of each
     const int lane = threadIdx.x & 31;
     auto& rows = matrix_rows[threadIdx.x >> 5];
-    rows[lane] = row;
-    __syncwarp();
+    require_multiple(row, 16);
+    const unsigned char* of_lane[4];
+    {
+        Exchange registers;
+        rows[lane] = row;
+        __syncwarp();
+        for (int i = 0; i < 4; i++) of_lane[i] = rows[i * 8 + (lane >> 2)];
+        __syncwarp();
+    }
     unsigned words[4];
-    for (int i = 0; i < 4; i++) memcpy(words + i, rows[i * 8 + (lane >> 2)] + (lane & 3) * 4, 4);
-    __syncwarp();
+    for (int i = 0; i < 4; i++) memcpy(words + i, of_lane[i] + (lane & 3) * 4, 4);
     return {words[0], words[1], words[2], words[3]};
 }
-inline void commit_copies() {}
-template <int PENDING> void wait_for_copies() { __syncwarp(); }
+inline void commit_copies() { commit_requests(); }
+template <int PENDING> void wait_for_copies() { await_requests(PENDING); }
 inline void grid_dependency_wait() {}
 inline void launch_dependents() {}
 

@@ -1,9 +1,8 @@
-// What kernels for Hopper's matrix instructions need beside cuda_on_cpu.h. A product is computed at once by each warp;
-// copies are complete when they return; a barrier of a stage counts arrivals as the hardware does.
+// What kernels for Hopper's matrix instructions need beside cuda_on_cpu.h. A product reads its operands, also those in
+// registers, when its warp waits for it; before that its results are not numbers.
 #pragma once
 #include "cuda_on_cpu.h"
-#include <condition_variable>
-#include <mutex>
+#include <functional>
 
 typedef unsigned char u8;
 alignas(1024) static u8 memory[256 * 1024];
@@ -21,53 +20,52 @@ inline unsigned __vmaxu4(unsigned a, unsigned b) {
 inline unsigned __vminu4(unsigned a, unsigned b) {
     return by_byte(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
 }
-static std::mutex guard;
 template <typename T, typename V> void atomicMax(T* p, V v) {
-    std::lock_guard<std::mutex> held(guard);
-    if (static_cast<T>(v) > *p) *p = v;
+    std::atomic_ref<T> value(*p);
+    T before = value.load(std::memory_order_relaxed);
+    while (static_cast<T>(v) > before && !value.compare_exchange_weak(before, v, std::memory_order_relaxed)) {
+    }
 }
 
 // Barriers of named groups of threads, and those of stages, by address.
 static std::unique_ptr<std::barrier<>> multiplying, copiers, groups[2];
-struct StageBarrier { int arrivals = 0, pending = 0; unsigned phase = 0; };
-static StageBarrier stage_barriers[64];
-static std::condition_variable changed;
-inline StageBarrier& stage_barrier(unsigned address) { return stage_barriers[address / 8 % 64]; }
-inline void barrier_init(unsigned address, int arrivals) { stage_barrier(address) = {arrivals, arrivals, 0}; }
-inline void barrier_arrive(unsigned address) {
-    std::lock_guard<std::mutex> held(guard);
-    StageBarrier& barrier = stage_barrier(address);
-    if (--barrier.pending == 0) {
-        barrier.pending = barrier.arrivals;
-        barrier.phase++;
-        changed.notify_all();
-    }
-}
-inline void barrier_wait(unsigned address, unsigned parity) {
-    std::unique_lock<std::mutex> held(guard);
-    changed.wait(held, [&] { return (stage_barrier(address).phase & 1) != parity; });
-}
+inline uint64_t* barrier_at(unsigned address) { return reinterpret_cast<uint64_t*>(memory + address); }
+inline void barrier_init(unsigned address, int arrivals) { barrier_start(barrier_at(address), arrivals); }
+inline void barrier_arrive(unsigned address) { barrier_change(barrier_at(address), 1, 0); }
+inline void barrier_wait(unsigned address, unsigned parity) { barrier_await(barrier_at(address), parity); }
 inline void sync_multiplying() { multiplying->arrive_and_wait(); }
 inline void sync_copying() { copiers->arrive_and_wait(); }
 inline void sync_group(int group) { groups[group]->arrive_and_wait(); }
 inline void fewer_registers() {}
 inline void more_registers() {}
 inline void fence_async_proxy() {}
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-inline void wgmma_wait_all() {}
-template <int COUNT> void hold(float (&)[COUNT]) {}
-template <int PENDING, int COUNT> void wait_for_products(float (&)[4][COUNT]) {}
 
-inline void copy16(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
-inline void copy16_of_line(unsigned to, const void* from) { memcpy(memory + to, from, 16); }
-inline void copy4(unsigned to, const void* from) { memcpy(memory + to, from, 4); }
-inline void copy8(unsigned to, const void* from) { memcpy(memory + to, from, 8); }
-inline void copy_or_zero16(unsigned to, const void* from, bool valid) {
-    valid ? memcpy(memory + to, from, 16) : memset(memory + to, 0, 16);
+// Matrix products of this thread: the group that is open, and those that were committed.
+using Products = std::vector<std::function<void()>>;
+static thread_local Products open_products;
+static thread_local std::deque<Products> committed_products;
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+    committed_products.push_back(std::move(open_products));
+    open_products.clear();
 }
-inline void copies_commit() {}
-template <int PENDING> void copies_wait() {}
+inline void await_products(int pending) {
+    for (; (int)committed_products.size() > pending; committed_products.pop_front())
+        for (const auto& each : committed_products.front()) each();
+}
+inline void wgmma_wait_all() { await_products(0); }
+template <int COUNT> void hold(float (&)[COUNT]) {}
+template <int PENDING, int COUNT> void wait_for_products(float (&)[4][COUNT]) { await_products(PENDING); }
+
+inline void copy16(unsigned to, const void* from) { request_copy(memory + to, from, 16); }
+inline void copy16_of_line(unsigned to, const void* from) { request_copy(memory + to, from, 16); }
+inline void copy4(unsigned to, const void* from) { request_copy(memory + to, from, 4); }
+inline void copy8(unsigned to, const void* from) { request_copy(memory + to, from, 8); }
+inline void copy_or_zero16(unsigned to, const void* from, bool valid) {
+    request_copy(memory + to, valid ? from : nullptr, 16);
+}
+inline void copies_commit() { commit_requests(); }
+template <int PENDING> void copies_wait() { await_requests(PENDING); }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
 
 struct E4M3 {
@@ -90,18 +88,23 @@ inline unsigned e4m3_code(float v) {  // the nearest one, ties to even
 inline unsigned digit_code(float v) { return e4m3_code(v); }
 
 // D[64, N] += A[64, 32] B[32, N]: the rows of a warp are its own, B is at the address of its descriptor, swizzled.
-template <int N>
-void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int sum) {
+template <int N> void product_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int sum) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     Fragments& all = fragments[threadIdx.x >> 5];
-    std::copy(a, a + 4, all.a[lane]);
-    __syncwarp();
+    unsigned rows[4][4];  // of the four lanes of this thread's rows
+    {
+        Exchange registers;
+        std::copy(a, a + 4, all.a[lane]);
+        __syncwarp();
+        for (int i = 0; i < 4; i++) std::copy(all.a[g * 4 + i], all.a[g * 4 + i] + 4, rows[i]);
+        __syncwarp();
+    }
     const unsigned start = (unsigned)(b & 0x3FFF) << 4;
     for (int i = 0; i < N / 2; i++) {
         const int n = i / 4 * 8 + 2 * t + i % 2, upper = i % 4 / 2;
         double total = sum ? d[i] : 0.0;
         for (int k = 0; k < 32; k++) {
-            const unsigned code = all.a[g * 4 + k % 16 / 4][upper + k / 16 * 2] >> 8 * (k % 4) & 255;
+            const unsigned code = rows[k % 16 / 4][upper + k / 16 * 2] >> 8 * (k % 4) & 255;
             unsigned at = start + n * 128 + k;
             at ^= (at >> 7 & 7) << 4;
             if (!(b >> 62)) at = start + k / 16 * ((b >> 16 & 0x3FFF) << 4) + n / 8 * 128 + n % 8 * 16 + k % 16;
@@ -109,7 +112,10 @@ void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
         }
         d[i] = (float)total;
     }
-    __syncwarp();
+}
+template <int N> void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int sum) {
+    if (!sum) std::fill(d, d + N / 2, NAN);
+    open_products.push_back([&d, &a, b, sum] { product_e4m3<N>(d, a, b, sum); });
 }
 
 // One block of a grid of persistent blocks.

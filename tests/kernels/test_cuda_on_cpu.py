@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +18,11 @@ from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import Q8_ROWS, TYPES
 from birkhoff.kernels.packed.grids import grid
+from tests.kernels.cuda_on_cpu import SOURCES, compile_for_cpu
 from tests.kernels.test_cuda_blocks import fp4_order, kind_of, worst
 from tests.packed_matrices import random_matrix
 from tests.sizes import FULL
 
-SOURCES = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
-HERE = Path(__file__).parent
 ARGUMENTS = {
     "gate_up": "const ExpertSlot* slots, {count}const int* order, const float* weights, const u16* x, u16* z, {grid}"
     "int inner, int width, int topk, float limit",
@@ -72,9 +68,6 @@ def caller(name: str, function: str, kernel: str, threads: int, block_type: bool
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     text = '#include "cuda_on_cpu.h"\nstatic uint4 memory[8192];\n'
     for name in ("common.cuh", "gemv.cuh", "blocks.cuh", "block_types.cuh", "blocks.cu"):
@@ -91,10 +84,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     text += caller("gemv_q8", "gemv<2, 2, 2, 1>", "gemv", 64, False)
     text += without_ptx((SOURCES / "query.cu").read_text())
     text += caller("query", "project_query<float>", "query", 256, False)
-    (folder / "kernels.cpp").write_text(text)
-    flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    return compile_for_cpu(text, folder)
 
 
 class Place(ctypes.Structure):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 
 import pytest
 import torch
 
 from birkhoff.kernels.packed import Q8_ROWS
+from tests.kernels.cuda_on_cpu import compile_for_cpu
 from tests.kernels.test_cuda_blocks import worst
-from tests.kernels.test_cuda_on_cpu import HERE, expected_hidden, random_layer, run
+from tests.kernels.test_cuda_on_cpu import expected_hidden, random_layer, run
 from tests.kernels.test_prompt_experts_on_cpu import without_ptx
 from tests.packed_matrices import random_matrix
 
@@ -40,9 +39,6 @@ extern "C" void run_down(Place shape, const int (*blocks)[2], int count, const E
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("digit_experts")
     text = '#include "hopper_on_cpu.h"\n'
     for name in (
@@ -54,10 +50,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         "digit_experts.cu",
     ):
         text += re.sub("^extern .*$", "", without_ptx(name), flags=re.M)
-    (folder / "kernels.cpp").write_text(text + CALLS)
-    flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    return compile_for_cpu(text + CALLS, folder)
 
 
 def fp8_rows(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import pytest
 import torch
 
+from tests.kernels.cuda_on_cpu import SOURCES, compile_for_cpu
 from tests.kernels.test_cuda_blocks import worst
-from tests.kernels.test_cuda_on_cpu import HERE, SOURCES, run, without_ptx
+from tests.kernels.test_cuda_on_cpu import run, without_ptx
 from tests.kernels.test_digit_experts_on_cpu import fp8_rows
 
 DEFINES = {"TILES": 2, "WARPS": 2, "STAGES": 2}
@@ -23,9 +22,6 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("gemm_rows")
     text = "".join(f"#define ROWS_{name} {value}\n" for name, value in DEFINES.items())
     text += '#include "cuda_on_cpu.h"\nstatic uint4 memory[8192];\n'
@@ -36,10 +32,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         f'extern "C" void rows(Place shape, const int (*blocks)[2], int block_count, {ARGUMENTS}) {{\n'
         f"    run_blocks(shape, blocks, block_count, TILE, [=] {{ gemm_rows({passed}); }});\n}}\n"
     )
-    (folder / "kernels.cpp").write_text(text)
-    flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    return compile_for_cpu(text, folder)
 
 
 def inputs(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from birkhoff.kernels import quant
+from tests.kernels.cuda_on_cpu import SOURCES, compile_for_cpu
 from tests.sizes import FULL
 
-SOURCES = Path(__file__).parents[2] / "birkhoff" / "kernels" / "cuda"
-HERE = Path(__file__).parent
 CALLS = """
 extern "C" void run_gate_up(Arguments a, GateUp kernel, int grid) {
     for (int i = 0; i < grid; i++) run_roles(THREADS, {i, 0}, grid, [=] { run_tiles(a, kernel, memory); });
@@ -58,16 +54,10 @@ def without_ptx(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("hopper_on_cpu")
     names = ("common.cuh", "wgmma.cuh", "prompt_common.cuh", "prompt_experts.cu")
     text = '#include "hopper_on_cpu.h"\n' + "".join(without_ptx(name) for name in names) + CALLS
-    (folder / "kernels.cpp").write_text(text)
-    flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w", f"-I{HERE}"]
-    subprocess.run([compiler, *flags, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    return compile_for_cpu(text, folder)
 
 
 def fragments(codes: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-    __syncwarp();
 }
 
 // Request BYTES (a multiple of sixteen) of each of sixteen rows, by one warp; rows follow each other in `into`.

@@ -109,7 +109,7 @@ class EngineOptions:
     experts_on: str = option(
         "gpu",
         "Where decode steps compute experts that are not on the GPU: gpu (read over the bus), cpu (beside the GPU), or "
-        "auto (what is measured to be faster at load).",
+        "auto (what decode steps timed at load show to be fastest, which may be a share on each side).",
     )
     background_experts: bool = option(
         False,

@@ -9,6 +9,7 @@ import torch
 
 from birkhoff.api.options import PlacementOptions
 from birkhoff.api.run_plan import is_divided, plan_device
+from birkhoff.decode.step_time import step_seconds
 from birkhoff.engine.memory_plan import MemoryBudget
 from birkhoff.errors import OptionError
 from birkhoff.kernels.packed import native
@@ -16,7 +17,7 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
-from birkhoff.offload.host_experts import measure_rates
+from birkhoff.offload.host_experts import Rates, measure_rates
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def place_experts(
 
 
 def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) -> None:
-    """Decide where decode steps compute cold experts, by measured rates unless requested, and say so in a line.
+    """Decide where decode steps compute cold experts, by measured steps unless requested, and say so in a line.
 
     The experts must be loaded. Without cold experts or native kernels they stay on the GPU, unless the CPU is asked for
     without the latter."""
@@ -69,19 +70,35 @@ def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) ->
     store = placed.store
     if experts_on == "gpu" or not native.available() or bool(store.resident().all()):
         return
-    if experts_on == "auto" and store.device.type != "cuda":
-        return  # kernels in the interpreter: there is no bus to measure
     config = network.config
-    types = network.stored_expert_types()
     with torch.inference_mode():
-        rates = measure_rates(store, types, config.hidden_size, config.moe_intermediate_size)
-        on_cpu = experts_on == "cpu" or rates.favours_cpu
-        if on_cpu and not network.compute_cold_experts_on_host():
-            if experts_on == "cpu":
-                raise OptionError(
-                    "experts_on is 'cpu', but host functions of this GPU's driver gave other results than a direct "
-                    "call. Use 'gpu'."
-                )
-            on_cpu = False
-    side = "on the CPU" if on_cpu else "on the GPU"
-    print(f"birkhoff: {rates}: cold experts of decode steps are computed {side}", file=sys.stderr)
+        rates = measure_rates(
+            store, network.stored_expert_types(), config.hidden_size, config.moe_intermediate_size
+        )
+        if experts_on == "auto":
+            said = _use_fastest_share(network, store.device, rates)
+        elif network.compute_cold_experts_on_host():
+            said = "cold experts of decode steps are computed on the CPU"
+        else:
+            raise OptionError(
+                "experts_on is 'cpu', but host functions of this GPU's driver gave other results than a direct "
+                "call. Use 'gpu'."
+            )
+    print(f"birkhoff: {rates}: {said}", file=sys.stderr)
+
+
+def _use_fastest_share(network: Transformer, device: torch.device, rates: Rates) -> str:
+    """Time decode steps with no cold expert on the CPU, with the share that takes CPU and bus equally long, and with
+    all; keep the fastest. Returns what was found, in words."""
+    seconds = {}
+    for share in sorted({0.0, rates.balanced_share, 1.0}):
+        if not network.compute_cold_experts_on_host(share):
+            break  # host functions do not work here
+        seconds[share] = step_seconds(network, device)
+    best = min(seconds, key=seconds.__getitem__)
+    network.compute_cold_experts_on_host(best)
+    times = ", ".join(f"{100 * share:.0f} % {1e3 * span:.3g} ms" for share, span in seconds.items())
+    return (
+        f"decode steps leave {100 * best:.0f} % of the cold experts to the CPU (a step with {times}) and read the "
+        "others over the bus"
+    )

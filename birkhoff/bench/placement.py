@@ -264,7 +264,7 @@ def cpu_rows(
         "kind": "rates",
         "cpu_bytes_per_second": significant(rates.cpu),
         "bus_bytes_per_second": significant(rates.bus),
-        "favours_cpu": rates.favours_cpu,
+        "balanced_share": rates.balanced_share,
         "threads": torch.get_num_threads(),
     }
     states = {batch: filled_state(config, batch, context, device, dtype) for batch in batches}

@@ -51,7 +51,7 @@ def layer_weights(block: Block) -> LayerWeights:
     if a.indexer is not None:
         q_b_proj.append(a.indexer.wq_b.packed_weight())
     assert m.experts.types is not None, "the experts are held as numbers"
-    store = m.experts.store
+    store, host = m.experts.store, m.experts.host
     return LayerWeights(
         ratio=a.ratio,
         mixers=[(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)],
@@ -73,8 +73,9 @@ def layer_weights(block: Block) -> LayerWeights:
         expert_addresses=m.experts.addresses() if store is None else store.decode_table[m.experts.layer],
         expert_types=m.experts.types,
         scale_offsets=[scale_offset(torch.tensor(extremes)) for extremes in _scale_ranges(m.experts)],
-        host_range=None if store is None or m.experts.host is not None else store.host_range(),
-        host=m.experts.host,
+        # With all cold experts left to the CPU, kernels read none in host memory.
+        host_range=None if store is None or (host is not None and host.share == 1) else store.host_range(),
+        host=host,
         owner=m.experts,
     )
 

@@ -154,11 +154,17 @@ class Transformer(nn.Module):
         return [types[layer] for layer in sorted(types)]
 
     def compute_cold_experts_on_host(self, share: float = 1.0) -> bool:
-        """Decode steps leave experts that are in host memory, or a `share` of them, to the CPU. Call it when the store
-        is filled. Returns False, and changes nothing, where a check of it fails."""
+        """Decode steps leave experts that are in host memory, or a `share` of them, to the CPU; none with a share of 0.
+        Call it when the store is filled and before steps are recorded. Returns False where a check of it fails; then
+        none are left to the CPU."""
         stacks = self.expert_stacks()
         store, types = stacks[0].store, self.stored_expert_types()
         assert store is not None and len(types) == store.layers
+        store.compute_on_device()
+        for stack in stacks:
+            stack.host = None
+        if not share:
+            return True
         config = self.config
         host = HostExperts(
             store, types, config.hidden_size, config.moe_intermediate_size, config.swiglu_limit, share

@@ -6,7 +6,8 @@ stream of its own, a host function computes them with the native kernels, and th
 output of the shared expert. The order is one of streams, and the host function is C without Python, so a step can be
 recorded as a CUDA graph. Which experts are left to the host is data on the device (`ExpertStore.on_host`).
 
-`measure_rates` decides at load whether this is faster than reading over the bus.
+Bus and CPU may work at the same time, on a share of the cold experts each. `measure_rates` says which share takes both
+equally long.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from birkhoff.offload.expert_store import ExpertStore
 
 MEASURED_EXPERTS = 8  # per round, on the CPU
 ROUNDS = 3
-# Decode steps reached this share of the CPU's measured rate on a machine with 16 cores and an H200: copies and host
+# Decode steps reached this part of the CPU's measured rate on a machine with 16 cores and an H200: copies and host
 # functions of every layer take the rest. Kernels that read over the bus reached all of its rate.
-CPU_STEP_SHARE = 0.65
+PART_OF_CPU_RATE = 0.65
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Rates:
     bus: float
 
     @property
-    def favours_cpu(self) -> bool:
-        return self.cpu * CPU_STEP_SHARE > self.bus
+    def balanced_share(self) -> float:
+        """Share of the cold experts with which the CPU takes as long as the bus for the others, in steps of 0.05."""
+        cpu = self.cpu * PART_OF_CPU_RATE
+        return round(20 * cpu / (cpu + self.bus)) / 20 if cpu else 0.0
 
     def __str__(self) -> str:
         return f"the CPU reads experts at {self.cpu / 1e9:.1f} GB/s, the bus at {self.bus / 1e9:.1f} GB/s"
@@ -76,6 +79,7 @@ class HostExperts:
         share: float = 1.0,
     ):
         self.store, self.types, self.hidden, self.inner, self.limit = store, list(types), hidden, inner, limit
+        self.share = share
         self._hosted = [HostedExperts(store.experts, hidden, inner, kinds) for kinds in self.types]
         self._staging: dict[tuple[int, torch.dtype], _Staging] = {}
         self._calls = _StreamCalls(store.device) if store.device.type == "cuda" else _DirectCalls()

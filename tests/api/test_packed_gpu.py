@@ -4,6 +4,7 @@ plans and the placement of experts of any type."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -173,6 +174,13 @@ def test_experts_of_any_type_are_divided_between_device_and_host(plain, tmp_path
     with birkhoff.load(path, experts=0.5, experts_on="cpu", **OPTIONS) as beside:
         assert "cold experts of decode steps are computed on the CPU" in capsys.readouterr().err
         tokens, logprobs = answer(beside, [5])
+        assert tokens == expected[0] and logprobs == pytest.approx(expected[1], abs=2e-4)
+    with birkhoff.load(path, experts=0.5, experts_on="auto", **OPTIONS) as fastest:
+        said = capsys.readouterr().err
+        assert re.search(
+            r"leave \d+ % of the cold experts to the CPU \(a step with 0 % \S+ ms, .*100 % \S+ ms\)", said
+        )
+        tokens, logprobs = answer(fastest, [5])
         assert tokens == expected[0] and logprobs == pytest.approx(expected[1], abs=2e-4)
 
 

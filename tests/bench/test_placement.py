@@ -18,6 +18,8 @@ from birkhoff.bench.placement import (
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
+from birkhoff.decode.layer_weights import layer_weights
+from birkhoff.decode.step_time import step_seconds
 from birkhoff.kernels.packed import native
 from birkhoff.offload.expert_usage import ExpertUsage
 from tests.models import variant
@@ -50,6 +52,18 @@ def test_all_rows_are_produced_and_consistent():
     assert random_row["placement"] == "random" and random_row["hot"] == counted_row["hot"] == 0.5
     assert 0 <= counted_row["misses"] <= 1 and counted_row["exchanged"] >= 0
     assert rows[4]["exchanged"] > 0 and rows[5]["cold_bytes"] > 0
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+def test_kernels_know_of_experts_in_host_memory_unless_the_cpu_computes_all_of_them():
+    model, store = random_placed(LEAST, CPU, random_resident(1, 8, 0.5), dtype=torch.float32)
+    ranges = {}
+    for share in (0.5, 1.0, 0.0):
+        assert model.compute_cold_experts_on_host(share)
+        ranges[share] = layer_weights(model.blocks()[0]).host_range
+        assert bool(store.on_host.any()) == (share > 0)
+    assert ranges == {0.5: store.host_range(), 1.0: None, 0.0: store.host_range()}
+    assert step_seconds(model, CPU, count=1) > 0
 
 
 def test_skewed_routing_is_counted_and_hot_experts_are_moved():

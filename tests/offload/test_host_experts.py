@@ -145,4 +145,4 @@ def test_rates_are_measured_and_decide():
     store = filled_store(torch.zeros(3, COUNT, dtype=torch.bool))
     rates = measure_rates(store, list(KINDS.values()), HIDDEN, INNER)
     assert rates.cpu > 0 and rates.bus > 0 and "GB/s" in str(rates)
-    assert Rates(cpu=2e9, bus=1e9).favours_cpu and not Rates(cpu=1.5e9, bus=1e9).favours_cpu
+    assert Rates(cpu=57e9, bus=50e9).balanced_share == 0.45 and Rates(cpu=0.0, bus=1e9).balanced_share == 0

@@ -76,15 +76,15 @@ def choose_side(network: Transformer, placed: PlacedExperts, experts_on: str) ->
             store, network.stored_expert_types(), config.hidden_size, config.moe_intermediate_size
         )
         if experts_on == "auto":
-            said = _use_fastest_share(network, store.device, rates)
+            outcome = _use_fastest_share(network, store.device, rates)
         elif network.compute_cold_experts_on_host():
-            said = "cold experts of decode steps are computed on the CPU"
+            outcome = "cold experts of decode steps are computed on the CPU"
         else:
             raise OptionError(
                 "experts_on is 'cpu', but host functions of this GPU's driver gave other results than a direct "
                 "call. Use 'gpu'."
             )
-    print(f"birkhoff: {rates}: {said}", file=sys.stderr)
+    print(f"birkhoff: {rates}: {outcome}", file=sys.stderr)
 
 
 def _use_fastest_share(network: Transformer, device: torch.device, rates: Rates) -> str:

@@ -6,6 +6,7 @@ The interpreter, which all other tests use, accepts programs that the compiler r
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from birkhoff.kernels.cuda.compile import architecture, cached_cubin, compile_cubin, find_nvrtc
 from birkhoff.kernels.cuda.variants import BLOCK_DECODERS, BlockVariant
 from tests.sizes import FULL
 
@@ -31,6 +33,13 @@ SOME = (
     "index score",
     *HOPPER_ONLY,
 )  # the others take several seconds each
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    library = find_nvrtc()
+    assert library is not None, "NVRTC is a requirement of the tests"
+    return library
 
 
 def test_prefill_kernels_compile_for_hopper(tmp_path):
@@ -79,27 +88,42 @@ PORTABLE = (
     "attend",
     "sample",
 )
-CUDA_TARGETS = {
-    "sm_90": PORTABLE,
-    "sm_90a": ("prompt_experts", "digit_experts"),
-    "sm_100": PORTABLE,
-    "sm_120": PORTABLE,
-}
+HOPPER_SOURCES = ("prompt_experts", "digit_experts")
+CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
+SLOW = ("gemv", "experts")  # seconds each: compiled for Hopper alone in `make test`
 
 
-def test_cuda_sources_compile_for_hopper_and_blackwell(tmp_path):
+@pytest.mark.parametrize("target", CAPABILITIES)
+def test_cuda_sources_compile_for_hopper_and_blackwell(nvrtc, target):
+    """With NVRTC and the options of `compile.py`, as on a machine with a GPU."""
     stems = {path.stem for path in CUDA_FOLDER.glob("*.cu")}
-    assert stems == {stem for sources in CUDA_TARGETS.values() for stem in sources}, (
-        "every source has a target"
-    )
-    for target, sources in CUDA_TARGETS.items():
-        for stem in sources if FULL else {"route"} & set(sources):
-            compile_with_nvcc(stem, target, tmp_path)
-            if stem == "gemv":
-                compile_with_nvcc(stem, target, tmp_path, ("Q8_CODES=1",))
+    assert stems == {*PORTABLE, *HOPPER_SOURCES}, "every source has a target"
+    sources = (*PORTABLE, *HOPPER_SOURCES) if target == "sm_90" else PORTABLE
+    for stem in sources:
+        if not FULL and stem in SLOW and target != "sm_90":
+            continue
+        source = CUDA_FOLDER / f"{stem}.cu"
+        own = "a" if stem in HOPPER_SOURCES else ""
+        assert architecture(source, CAPABILITIES[target]) == target + own
+        for defines in ((), ("Q8_CODES=1",)) if stem == "gemv" and FULL else ((),):
+            assert compile_cubin(nvrtc, source, CAPABILITIES[target], defines).startswith(b"\x7fELF")
 
 
-def test_every_decoder_of_experts_compiles_and_fits_the_registers_of_its_thread_blocks(tmp_path):
+@pytest.mark.parametrize("target", CAPABILITIES if FULL else ["sm_90"])
+def test_every_decoder_of_experts_compiles(nvrtc, target):
+    for name in BLOCK_DECODERS:
+        variant = BlockVariant(name, 8, 2)
+        compile_cubin(nvrtc, CUDA_FOLDER / "blocks.cu", CAPABILITIES[target], variant.defines)
+
+
+def test_a_source_that_does_not_compile_says_why(nvrtc, tmp_path):
+    source = tmp_path / "wrong.cu"
+    source.write_text('extern "C" __global__ void wrong() { missing(); }')
+    with pytest.raises(AssertionError, match=r'does not compile: wrong\.cu.*"missing" is undefined'):
+        compile_cubin(nvrtc, source, (9, 0))
+
+
+def test_decoders_of_experts_fit_the_registers_of_their_thread_blocks(tmp_path):
     names = list(BLOCK_DECODERS) if FULL else ["Q2_K_DIGITS"]
     for name in names:
         for warps, stages in ((4, 1), (8, 2)) if FULL else ((8, 2),):
@@ -135,19 +159,14 @@ def compile_elsewhere(arguments: list[str], cache: Path) -> list[dict]:
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-def test_compiled_cuda_sources_are_cached_on_disk(tmp_path, monkeypatch):
-    from birkhoff.kernels.cuda import compile as module
-
-    nvrtc = module.find_nvrtc()
-    if nvrtc is None:
-        pytest.skip("NVRTC is not installed")
+def test_compiled_cuda_sources_are_cached_on_disk(nvrtc, tmp_path, monkeypatch):
     monkeypatch.setenv("BIRKHOFF_CACHE", str(tmp_path))
     source = tmp_path / "one.cu"
     source.write_text('extern "C" __global__ void one(int* x) { *x = 1; }')
-    first = module.cached_cubin(nvrtc, source, (9, 0))
+    first = cached_cubin(nvrtc, source, (9, 0))
     (file,) = (tmp_path / "cubin").iterdir()
-    assert file.read_bytes() == first == module.cached_cubin(nvrtc, source, (9, 0))
+    assert file.read_bytes() == first == cached_cubin(nvrtc, source, (9, 0))
     source.write_text('extern "C" __global__ void one(int* x) { *x = 2; }')
-    assert module.cached_cubin(nvrtc, source, (9, 0)) != first
+    assert cached_cubin(nvrtc, source, (9, 0)) != first
     monkeypatch.setenv("BIRKHOFF_CACHE", str(source))  # a file, so that nothing can be cached there
-    assert module.cached_cubin(nvrtc, source, (9, 0))
+    assert cached_cubin(nvrtc, source, (9, 0))

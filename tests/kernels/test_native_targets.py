@@ -10,16 +10,20 @@ import pytest
 
 from birkhoff.kernels.packed import native
 from birkhoff.kernels.packed.compile import build, find_compiler, target_flags
+from tests.sizes import FULL
 
+ARCHITECTURES = ("x86-64-v3", "x86-64", "cascadelake", *(("skylake-avx512",) if FULL else ()))
 TESTS = ("tests/kernels/test_packed.py", "tests/decode/test_native.py")
 
 
 @pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are architectures of x86-64")
-@pytest.mark.parametrize("architecture", ["x86-64-v3", "x86-64", "cascadelake"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_of_other_processors_pass_the_same_tests(architecture):
-    """With AVX2, with SSE2 alone, and with AVX-512 and VNNI but without the instructions for bits of bytes."""
-    if architecture == "cascadelake" and "avx512_vnni" not in Path("/proc/cpuinfo").read_text().split():
+    """With AVX2, with SSE2 alone, with AVX-512 and VNNI but without the instructions for bits of bytes, and with AVX-512
+    alone."""
+    needed = {"cascadelake": "avx512_vnni", "skylake-avx512": "avx512bw"}.get(architecture)
+    if needed is not None and needed not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("this processor does not run them")
     environment = {**os.environ, "BIRKHOFF_NATIVE": architecture, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)

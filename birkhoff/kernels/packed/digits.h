@@ -12,14 +12,22 @@
 
 #include "decode.h"
 
+// VNNI: with AVX-512 and these instructions. Other processors with AVX2 have digits_avx2.h.
 #if WIDE && defined(__AVX512VNNI__)
-#define DIGITS 1
+#define VNNI 1
 #else
-#define DIGITS 0
+#define VNNI 0
+#endif
+#define DIGITS AVX2
+#if AVX2 && !VNNI
+#include "digits_avx2.h"
 #endif
 
 namespace {
 
+constexpr bool has_digits(int64_t type) { return DIGITS && type >= Q2_K; }
+
+#if VNNI
 // 256 columns of a row of x: the digits of every column, the highest first, in two orders.
 struct alignas(64) DigitChunk {
     int8_t groups[8][3][32];   // 32 columns after the other
@@ -30,8 +38,6 @@ struct alignas(64) DigitChunk {
     float sums[16];  // of sixteen columns
     float factor;
 };
-
-constexpr bool has_digits(int64_t type) { return DIGITS && type >= Q2_K; }
 
 // The points of lattices in sixteen bits: eight coordinates 0, 1, 2 for 8, 25, 43, or four from 0 to 7 for 4, 12, ... 52, 62.
 alignas(64) uint16_t points_iq2_xxs[256], points_iq2_xs[512], points_iq3_xxs[256];
@@ -48,7 +54,6 @@ template <int SIZE> void pack_points(const uint8_t (*grid)[SIZE], int count, uin
 
 constexpr int Q3_K_OFFSET = 127, LATTICE_OFFSET = 64;
 
-#if DIGITS
 inline __m512i ones(int value) { return _mm512_set1_epi8(char(value)); }
 inline __m512i load_64(const void *at) { return _mm512_loadu_si512(at); }
 inline __m256i load_32(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
@@ -464,18 +469,22 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
         for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
 }
 
+#endif
+
+#if DIGITS
 // Rows [first, stop) of the product, for n rows of x.
 template <int T>
 void digit_rows(const Matrix &m, int64_t first, int64_t stop, const DigitChunk *x, int64_t stride, int n, float *out,
                 int64_t out_stride) {
+    constexpr int ROWS = VNNI ? 4 : 1, FOR_FOUR = VNNI ? 2 : 1;  // as many as registers hold
     int64_t row = first;
-    for (; row + 4 <= stop; row += 4) {
+    for (; row + ROWS <= stop; row += ROWS) {
         int r = 0;
         for (; r + 4 <= n; r += 4)
-            for (int w = 0; w < 4; w += 2)
-                few_digits<T, 2, 4>(m, row + w, x + r * stride, stride, out + r * out_stride + row + w, out_stride, r == 0);
+            for (int w = 0; w < ROWS; w += FOR_FOUR)
+                few_digits<T, FOR_FOUR, 4>(m, row + w, x + r * stride, stride, out + r * out_stride + row + w, out_stride, r == 0);
         for (; r < n; r++)
-            few_digits<T, 4, 1>(m, row, x + r * stride, stride, out + r * out_stride + row, out_stride, r == 0);
+            few_digits<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride + row, out_stride, r == 0);
     }
     for (; row < stop; row++)
         for (int r = 0; r < n; r++)

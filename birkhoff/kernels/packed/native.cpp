@@ -18,9 +18,11 @@ void birkhoff_tables(const uint8_t *iq2_xxs, const uint8_t *iq2_xs, const uint8_
     memcpy(grid_iq2_xxs, iq2_xxs, sizeof grid_iq2_xxs);
     memcpy(grid_iq2_xs, iq2_xs, sizeof grid_iq2_xs);
     memcpy(grid_iq3_xxs, iq3_xxs, sizeof grid_iq3_xxs);
+#if VNNI
     pack_points(grid_iq2_xxs, 256, points_iq2_xxs);
     pack_points(grid_iq2_xs, 512, points_iq2_xs);
     pack_points(grid_iq3_xxs, 256, points_iq3_xxs);
+#endif
     for (int i = 0; i < 256; i++) {
         e8m0_table[i] = i == 255 ? NAN : i ? bits_to_float(uint32_t(i) << 23) : bits_to_float(0x00400000u);
         const int exponent = (i >> 3) & 15, mantissa = i & 7;

@@ -20,8 +20,8 @@ TESTS = ("tests/kernels/test_packed.py", "tests/decode/test_native.py")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are architectures of x86-64")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_of_other_processors_pass_the_same_tests(architecture):
-    """With AVX2, with SSE2 alone, with AVX-512 and VNNI but without the instructions for bits of bytes, and with AVX-512
-    alone."""
+    """With AVX2, with SSE2 alone, with AVX-512 and VNNI but without the instructions for bits of bytes, and without
+    VNNI."""
     needed = {"cascadelake": "avx512_vnni", "skylake-avx512": "avx512bw"}.get(architecture)
     if needed is not None and needed not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("this processor does not run them")

@@ -110,13 +110,14 @@ def conflict(message: str, param: str, code: str) -> ApiError:
     return ApiError(409, message, code=code, param=param, headers={"x-should-retry": "false"})
 
 
-def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
-    """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error."""
+def to_api_error(error: BaseException, steered: bool = False, prompt_field: str | None = None) -> ApiError:
+    """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error.
+    `prompt_field`: the field of the body that holds the text, which is what a text that is too long is about."""
     if isinstance(error, ApiError):
         return error
     message = _with_http_calls(str(error))
     if isinstance(error, ContextError):
-        return bad_request(message, "messages", "context_length_exceeded")
+        return bad_request(message, prompt_field, "context_length_exceeded")
     if isinstance(error, RequestError):
         return bad_request(message, getattr(error, "path", "") or _leading_field(message), error.code)
     if isinstance(error, (CapacityError, TextUnavailable, UnsupportedModel)):

@@ -300,7 +300,8 @@ class RouteRegistry:
 
 
 async def _error_response(http: HttpRequest, error: Exception) -> Response:
-    return to_api_error(error).response(http.url.path, http.state.request_id)
+    prompt_field = getattr(http.state, "prompt_field", None)
+    return to_api_error(error, prompt_field=prompt_field).response(http.url.path, http.state.request_id)
 
 
 async def _routing_error_response(http: HttpRequest, error: Exception) -> Response:

@@ -22,6 +22,7 @@ from birkhoff.json_limits import exceeds_depth, structure
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.field_errors import FIELD_UNKNOWN, explain, unknown_field
 
+PROMPT_FIELDS = ("messages", "prompt", "input", "token_ids")  # names of the text in the bodies of all APIs
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -40,6 +41,11 @@ class RequestBody(BaseModel):
     @property
     def unknown_fields(self) -> list[str]:
         return list(self.model_extra or ())
+
+    @property
+    def prompt_field(self) -> str | None:
+        """The name of the field that holds the text, None in a body without one."""
+        return next((name for name in PROMPT_FIELDS if getattr(self, name, None) is not None), None)
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
         """The fields of these names that are not null."""

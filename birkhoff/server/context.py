@@ -116,6 +116,7 @@ class ServingContext:
             body = await asyncio.to_thread(validate, body_type, fields)
         else:
             body = validate(body_type, fields)
+        http.state.prompt_field = body.prompt_field  # for errors about the length of the text
         self.check_model(getattr(body, "model", None))
         return body, warnings + refuse_unknown_fields(body, http.headers.get("x-strict") == "1")
 

@@ -102,7 +102,7 @@ class Middleware:
             note = "cancelled"
             raise
         except Exception as error:
-            api_error = to_api_error(error)
+            api_error = to_api_error(error, prompt_field=state.get("prompt_field"))
             if api_error.status >= 500:
                 self._access_log.log_exception(request_id, error)
             if not response_started:

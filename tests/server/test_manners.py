@@ -105,6 +105,23 @@ def test_a_context_too_long_is_told_the_option_of_the_server(served):
     assert error["message"].endswith("lower max_tokens, or start the server with a larger --max-context.")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 100_000}, "messages"),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 100_000}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 5000}, "prompt"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 100_000}, "input"),
+        ("/v1/embeddings", {"input": [5] * 5000}, "input"),
+        ("/completion", {"prompt": "Hi", "n_predict": 100_000}, "prompt"),
+        ("/v1/lens", {"token_ids": [5] * 5000}, "token_ids"),
+    ],
+)
+def test_a_context_too_long_names_the_field_of_the_text(served, path, body, field):
+    error = served.post(path, body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+
+
 def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
     edit = {"op": "add", "vector": [1.0] * 384}
     error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]

@@ -225,7 +225,7 @@ class ResponseObjectFormatter(BlockFormatter):
             **self._head,
             "status": "incomplete" if truncated else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
-            "output": [self._item(block, request) for block in self._blocks.blocks if block.complete],
+            "output": [self._item(block, request) for block in self._blocks.blocks],
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
@@ -238,7 +238,7 @@ class ResponseObjectFormatter(BlockFormatter):
 
     def _item(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         """An output item; `request` is None while the item is in progress, which leaves its content empty."""
-        status = "in_progress" if request is None else "completed"
+        status = "in_progress" if request is None else "completed" if block.complete else "incomplete"
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}] if request is not None else []
             return {"type": "reasoning", "id": block.id, "summary": [], "content": content, "status": status}

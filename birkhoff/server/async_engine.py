@@ -111,6 +111,17 @@ class AsyncEngine:
             call.cancel("asked")
         return bool(calls)
 
+    def end_calls(self) -> None:
+        """End all calls with an error: the server stops and their time to finish is over."""
+        error = ApiError(
+            503,
+            "the server stopped before this answer was complete. Send the call again.",
+            code="draining",
+            headers={"Retry-After": "5"},
+        )
+        for call in {id(call): call for call in self._calls.values() if call is not None}.values():
+            call.cancel("stopping", error)
+
     def call_id(self, request: Request) -> str | None:
         call = self._calls.get(request)
         return None if call is None else call.id
@@ -193,6 +204,7 @@ class ActiveCall:
         self.last_event_time = self._loop.time()
         self._unfinished = len(requests)
         self._cancel_cause = ""
+        self.error: ApiError | None = None  # what ended the call, if its client is to know
 
     async def submit(self) -> None:
         """Submit the requests and wait until the engine has accepted all of them.
@@ -228,13 +240,19 @@ class ActiveCall:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def cancel(self, cause: str) -> None:
-        self._cancel_cause = cause
+    def cancel(self, cause: str, error: ApiError | None = None) -> None:
+        """End the call; `cause` labels the metric. With an `error` its response is that error, not a silent end."""
+        self._cancel_cause, self.error = cause, error
         self.put("cancelled")
 
     @property
     def cancelled(self) -> bool:
         return bool(self._cancel_cause)
+
+    @property
+    def note(self) -> str:
+        """For the log: what ended the call before its last token, empty if nothing did."""
+        return (self.error.code or self.error.type) if self.error is not None else self._cancel_cause
 
     @property
     def has_pending(self) -> bool:

@@ -168,15 +168,22 @@ class ServingContext:
         )
         await call.submit()
         if stream:
-            return EventStream(
-                formatter.stream(call, self.settings.ping_seconds), on_close=call.close, media_type=media_type
-            )
+
+            def close() -> None:
+                if call.note:
+                    http.state.note = call.note  # the status of the line is 200, as the stream had begun
+                call.close()
+
+            events = formatter.stream(call, self.settings.ping_seconds)
+            return EventStream(events, on_close=close, media_type=media_type)
         finished = asyncio.ensure_future(call.wait())
         try:
             if await wait_or_disconnect(finished, http.receive):
                 call.cancel("left")
                 raise ApiError(499, "the client left.", code="left")
             finished.result()
+            if call.error is not None:
+                raise call.error
             if call.cancelled:
                 raise ApiError(499, "this answer was cancelled.", code="cancelled")
         finally:

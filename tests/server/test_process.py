@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import shutil
@@ -129,6 +130,32 @@ def test_e4_a_second_signal_does_not_wait(tmp_path):
             assert running.process.poll() is None  # it waits for the request
             running.process.send_signal(signal.SIGINT)
             assert running.process.wait(300) == 1
+
+
+def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
+    """A stream gets an error event, a whole answer status 503, and the log has no traceback."""
+    body = {"messages": user("Tell me a story."), "max_tokens": 3500, "ignore_eos": True}
+    with serving(tmp_path, "--drain-seconds", "0.2", "--max-requests", "1") as running:
+        lines: list[str] = []
+        with concurrent.futures.ThreadPoolExecutor() as threads, running.http as client:
+            with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+                stream = answer.iter_lines()
+                lines.append(next(stream))
+                waiting = threads.submit(running.post, CHAT, body)
+                while len(running.get("/slots").json()["requests"]) < 2:
+                    time.sleep(0.02)
+                running.process.send_signal(signal.SIGTERM)
+                lines += stream
+            whole = waiting.result()
+        assert running.process.wait(300) == 0
+        assert lines[-2:] == ["data: [DONE]", ""]
+        error = json.loads(lines[-4].removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("overloaded_error", "draining")
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "draining"
+        assert "Traceback" not in running.log.read_text()
+        log = [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
+        noted = {line["status"]: line["note"] for line in log if line["path"] == CHAT}
+        assert noted == {200: "draining", 503: ""}
 
 
 def test_it_is_not_ready_while_loading_and_prints_one_url(tmp_path):

@@ -286,11 +286,13 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
 
     def _usage(self, request: Request) -> dict[str, Any]:
+        """Anthropic's counts: `input_tokens` are those not in the cache; the prompt has the sum of the inputs."""
+        cached = request.cached_tokens or 0
         return {
-            "input_tokens": len(request.prompt_ids),
+            "input_tokens": len(request.prompt_ids) - cached,
             "output_tokens": len(request.output_ids),
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": request.cached_tokens or 0,
+            "cache_read_input_tokens": cached,
         }
 
     def start_events(self, call: ActiveCall) -> list[bytes]:

@@ -122,6 +122,15 @@ def test_a_context_too_long_names_the_field_of_the_text(served, path, body, fiel
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {"99999": 1}), ("logit_bias", {"fox": 1}), ("stop_token_ids", [99999])],
+)
+def test_a_token_that_the_model_lacks_names_the_field(served, field, value):
+    error = served.post("/v1/chat/completions", {**ASK, field: value}).json()["error"]
+    assert error["param"] == field
+
+
 def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
     edit = {"op": "add", "vector": [1.0] * 384}
     error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]

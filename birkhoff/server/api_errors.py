@@ -29,6 +29,7 @@ from birkhoff.errors import (
     TextUnavailable,
     UnsupportedModel,
 )
+from birkhoff.free_memory import is_out_of_memory
 
 TYPES = {  # other statuses: invalid_request_error below 500, server_error from there on
     401: "authentication_error",
@@ -136,7 +137,7 @@ def to_api_error(error: BaseException, steered: bool = False, prompt_field: str 
         return ApiError(
             507, "the capture could not be written or read. Ask again without it.", code=error.code
         )
-    if isinstance(error, MemoryError) or _out_of_memory(error):
+    if is_out_of_memory(error):
         message = (
             "there was too little memory for this request; others are not affected. Shorten it or try again."
         )
@@ -161,10 +162,3 @@ def _leading_field(message: str) -> str | None:
     """The field a message starts with, as in `top_p is 2, expected …`."""
     match = _FIELD.match(message)
     return match[1] if match else None
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """torch raises `OutOfMemoryError` on a device and a plain `RuntimeError` on the host."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.embedded import has_sizes_of
 from birkhoff.errors import quoted
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
@@ -65,10 +66,11 @@ class ServingContext:
     def engine(self) -> Engine:
         return self.async_engine.engine
 
-    @property
+    @cached_property
     def thinks_by_default(self) -> bool:
-        """Whether chats begin with reasoning unless the call says otherwise. nano was not trained to reason."""
-        return self.engine.name != "nano" and self.engine.chat_abilities["reasoning"]
+        """Whether chats begin with reasoning unless the call says otherwise. nano, in whatever
+        format, was not trained to reason."""
+        return self.engine.chat_abilities["reasoning"] and not has_sizes_of("nano", self.engine.config)
 
     @cached_property
     def fingerprint(self) -> str:

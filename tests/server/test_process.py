@@ -15,6 +15,7 @@ import httpx2
 import pytest
 
 from birkhoff.capture.store.reader import read_request
+from birkhoff.convert.convert import convert
 from birkhoff.embedded import EMBEDDED
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 from tests.free_port import free_port
@@ -186,3 +187,13 @@ def test_it_is_not_ready_while_loading_and_prints_one_url(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_a_conversion_of_nano_answers_as_nano_does(tmp_path):
+    """Without reasoning by default: the model is the same under another name."""
+    convert("nano", tmp_path / "story.gguf", experts="mxfp4", dense="bf16")
+    with serving(tmp_path / "served", model=str(tmp_path / "story.gguf")) as running:
+        answer = running.chat("Tell me a story about a fox.", max_tokens=12)
+        assert running.get("/props").json()["thinks"] is False
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0

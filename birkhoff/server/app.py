@@ -278,6 +278,10 @@ class RouteRegistry:
             openapi_extra=extra,
             operation_id=f"{method.lower()}{path}",
         )
+        if method == "GET":  # what monitors send; uvicorn leaves the body out
+            self._app.add_api_route(
+                path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
+            )
 
     def finish(self) -> None:
         """Complete the OpenAPI document: add the body models, remove FastAPI's validation errors."""

@@ -131,6 +131,23 @@ def test_a_token_that_the_model_lacks_names_the_field(served, field, value):
     assert error["param"] == field
 
 
+def test_an_empty_prompt_names_its_field(served):
+    assert served.post("/v1/completions", {"prompt": ""}).json()["error"]["param"] == "prompt"
+    assert served.post("/v1/embeddings", {"input": ""}).json()["error"]["param"] == "input"
+
+
+def test_routes_that_can_be_read_answer_head_requests(served):
+    """Monitors and load balancers send them, and Ollama's command to the root."""
+    with served.http as client:
+        for path in ("/", "/health", "/ready", "/version", "/v1/models", "/v1/models/nano", "/api/tags"):
+            head = client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert int(head.headers["content-length"]) > 0
+        assert client.head("/v1/models/other").status_code == 404
+        refused = client.head("/v1/chat/completions")
+        assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+
+
 def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
     edit = {"op": "add", "vector": [1.0] * 384}
     error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]

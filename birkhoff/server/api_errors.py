@@ -25,6 +25,7 @@ from birkhoff.errors import (
     ContextError,
     EngineClosed,
     LogitsError,
+    PromptError,
     RequestError,
     TextUnavailable,
     UnsupportedModel,
@@ -113,14 +114,17 @@ def conflict(message: str, param: str, code: str) -> ApiError:
 
 def to_api_error(error: BaseException, steered: bool = False, prompt_field: str | None = None) -> ApiError:
     """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error.
-    `prompt_field`: the field of the body that holds the text, which is what a text that is too long is about."""
+    `prompt_field`: the field of the body that holds the text, which is what an error about the text is about."""
     if isinstance(error, ApiError):
         return error
     message = _with_http_calls(str(error))
     if isinstance(error, ContextError):
         return bad_request(message, prompt_field, "context_length_exceeded")
     if isinstance(error, RequestError):
-        return bad_request(message, getattr(error, "path", "") or _leading_field(message), error.code)
+        path = getattr(error, "path", "") or _leading_field(message)
+        if path is None and isinstance(error, PromptError):
+            path = prompt_field
+        return bad_request(message, path, error.code)
     if isinstance(error, (CapacityError, TextUnavailable, UnsupportedModel)):
         return bad_request(message, None, error.code)
     if isinstance(error, LogitsError):

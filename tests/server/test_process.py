@@ -64,6 +64,14 @@ def test_e5_a_failed_start_prints_one_line(name):
     assert no_trace_of_python(done.stderr) and 0 < len(done.stderr.strip().splitlines()) <= 8
 
 
+def test_e5_a_capture_root_that_cannot_be_written_is_told_before_the_model_is_read(tmp_path):
+    """Reading the checkpoint would fail, after minutes if it is large."""
+    (tmp_path / "file").touch()
+    root = str(tmp_path / "file" / "captures")
+    done = birkhoff("serve", "--port", "0", "--model", str(cut_short(tmp_path)), "--capture-root", root)
+    assert done.returncode == 1 and done.stderr.startswith(b"capture-write  "), done.stderr
+
+
 @pytest.mark.parametrize("broken", [cut_short, missing])
 def test_e5_an_incomplete_checkpoint(tmp_path, broken):
     done = birkhoff("serve", "--port", "0", "--model", str(broken(tmp_path)))

@@ -37,6 +37,7 @@ class AsyncEngine:
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[Request, ActiveCall | None] = {}  # None: call closed, last output still to come
+        self._counted_tokens: dict[Request, int] = {}  # those of running requests that are in the metrics
         self._requests_by_caller: Counter[str] = Counter()
         self._durations: deque[float] = deque([1.0], maxlen=64)  # seconds per recent request
 
@@ -176,6 +177,7 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         now = time.monotonic()
+        self._count_tokens(outputs)
         for output in outputs:
             call = self._calls.get(output.request)
             if output.last:
@@ -186,6 +188,21 @@ class AsyncEngine:
                     self._durations.append(now - call.started)
             if call is not None:
                 call.put(output)
+
+    def _count_tokens(self, outputs: list[RequestOutput]) -> None:
+        """Count new tokens when they come, so that a long answer is not one jump of the metrics at its end."""
+        new_tokens = 0
+        for output in outputs:
+            request, tokens = output.request, len(output.request.output_ids)
+            if request not in self._counted_tokens and (tokens or output.last):
+                self.metrics.record_prompt(request)
+            if tokens:
+                new_tokens += tokens - self._counted_tokens.get(request, 0)
+                self._counted_tokens[request] = tokens
+            if output.last:
+                self._counted_tokens.pop(request, None)
+        if new_tokens:
+            self.metrics.generated_tokens.inc(new_tokens)
 
 
 class ActiveCall:

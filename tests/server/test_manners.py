@@ -131,6 +131,25 @@ def test_a_token_that_the_model_lacks_names_the_field(served, field, value):
     assert error["param"] == field
 
 
+def test_metrics_count_tokens_while_they_come(served):
+    """A stream is counted up to the tokens that its client has seen, and in the end exactly."""
+    names = ("birkhoff_prompt_tokens_total", "birkhoff_generated_tokens_total")
+    assert served.idle()
+    before = [served.metric(name) for name in names]
+    body = {**ASK, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    seen, checked = 0, False
+    with served.http as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                seen += sum(len(each.get("token_ids", ())) for each in json.loads(line[6:])["choices"])
+            if seen >= 8 and not checked:
+                checked = True
+                prompt, generated = (served.metric(name) - old for name, old in zip(names, before))
+                assert generated >= seen and prompt > 0
+    assert served.idle()
+    assert [served.metric(name) - old for name, old in zip(names, before)] == [prompt, 400] == [prompt, seen]
+
+
 def test_an_empty_prompt_names_its_field(served):
     assert served.post("/v1/completions", {"prompt": ""}).json()["error"]["param"] == "prompt"
     assert served.post("/v1/embeddings", {"input": ""}).json()["error"]["param"] == "input"

@@ -6,9 +6,11 @@ has none.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 EMBEDDED = Path(__file__).parent / "models"
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_routed_experts")
 VECTORS, DICTIONARY, CROSSCODERS = "vectors", "sae", "crosscoders"
 
 
@@ -49,6 +51,12 @@ def vector_path(name: str | Path) -> Path:
         name: file for model in EMBEDDED.iterdir() for name, file in shipped_vectors(model.name).items()
     }
     return shipped.get(str(name), path)
+
+
+def has_sizes_of(model: str, config: object) -> bool:
+    """Whether a checkpoint has the sizes of an embedded model, as every conversion of it has under whatever name."""
+    sizes = json.loads((EMBEDDED / model / "config.json").read_text(encoding="utf-8"))
+    return all(getattr(config, name, None) == sizes[name] for name in _SIZES)
 
 
 def _embedded(model: object) -> Path | None:

@@ -1,32 +1,91 @@
-"""Memory available on the host."""
+"""Memory available on the host.
+
+A process can have less than the machine: the cgroup of its container or systemd unit has a limit, and so may its
+address space (`ulimit -v`). The limit of a cgroup holds for those inside it too, so that all around the process count.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that can be allocated without swapping, within the limit of a container; all physical memory
-    where that is not reported."""
-    within = _free_in_container(CGROUP)
-    return _free_on_machine() if within is None else min(within, _free_on_machine())
+    """Return the bytes that this process can allocate without swapping; all physical memory where that is not
+    reported."""
+    limits = (free_in_cgroups(CGROUP, OWN_CGROUPS), _free_address_space())
+    return min(_free_on_machine(), *(free for free in limits if free is not None))
 
 
-def _free_in_container(folder: Path) -> int | None:
-    """What a cgroup's limit leaves, counting its cached files as free; None without a limit."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation or a mapping failed. torch raises `OutOfMemoryError` on a device and a plain `RuntimeError`
+    on the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def free_in_cgroups(root: Path, own: Path) -> int | None:
+    """What the limits of the process's cgroups leave, counting cached files as free; None without a limit. `own` is the
+    file that names its cgroups, version 1 or 2, and `root` the directory in which they are mounted."""
+    free = [_free_in_cgroup(folder) for folder in _cgroups(root, own)]
+    return min((each for each in free if each is not None), default=None)
+
+
+def _cgroups(root: Path, own: Path) -> Iterator[Path]:
+    """The directories of the process's cgroup and of those around it. In a container the name may be one of the host,
+    which is not there; the container's cgroup is then the root."""
     try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        rows = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-        cached = sum(
-            int(row.split()[1]) for row in rows if row.startswith(("inactive_file ", "active_file "))
-        )
-        return None if limit == "max" else max(int(limit) - used + cached, 0)
-    except (OSError, ValueError, IndexError):
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = root / "memory" if controllers else root
+        yield folder
+        for part in Path(path).parts[1:]:
+            folder = folder / part
+            yield folder
+
+
+def _free_in_cgroup(folder: Path) -> int | None:
+    """What the limit of one cgroup leaves; None without a limit."""
+    for limit, usage, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            bound = (folder / limit).read_text(encoding="ascii").strip()
+            used = int((folder / usage).read_text(encoding="ascii"))
+            rows = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            files = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+            cached = sum(int(row.split()[1]) for row in rows if row.startswith(files))
+            return None if bound == "max" else max(int(bound) - used + cached, 0)
+        except (OSError, ValueError, IndexError):
+            continue
+    return None
+
+
+def _free_address_space() -> int | None:
+    """What `ulimit -v` leaves; None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
         return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        pages = 0
+    return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
 
 
 def _free_on_machine() -> int:

@@ -27,6 +27,8 @@ from birkhoff.api.run_plan import (
     select_device,
 )
 from birkhoff.byte_size import format_bytes
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.config import ModelConfig
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
@@ -78,6 +80,8 @@ def load(
     if chosen.backend == "vllm":
         return _load_with_vllm(model, path, chosen)
     _refuse(chosen, VLLM_ONLY, "the backend vllm")
+    if chosen.capture_root is not None:  # one that cannot be written is refused before weights are read
+        CaptureWriter(FileOptions(chosen.capture_root)).close()
     if _runs_through_transformers(path, chosen):
         return _load_with_transformers(model, path, chosen, progress)
     checkpoint = open_checkpoint(path)

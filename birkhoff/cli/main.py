@@ -17,6 +17,7 @@ import birkhoff
 from birkhoff.cli.terminal import print_error, print_status
 from birkhoff.cli.vllm_flags import adopt_environment, translate
 from birkhoff.errors import BirkhoffError, OptionError
+from birkhoff.free_memory import is_out_of_memory
 
 
 def main() -> None:
@@ -59,13 +60,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         status = 2 if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         status = 130
-    except OSError as error:
-        status = _report_os_error(error)
-    except MemoryError:
-        print_error(
-            "memory", "this machine has too little free memory for it. What fits: birkhoff inspect CHECKPOINT"
-        )
-        status = 1
+    except (OSError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            hint = "What fits: birkhoff inspect CHECKPOINT --ram 8GiB"
+            print_error("memory", f"there is too little free memory for it. {hint}")
+            status = 1
+        elif isinstance(error, OSError):
+            status = _report_os_error(error)
+        else:
+            raise
     try:
         sys.stdout.flush()
     except OSError as error:

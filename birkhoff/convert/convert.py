@@ -8,6 +8,7 @@ sample of rows and experts.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint. `to` is "gguf" or "safetensors"; by default it follows from the suffix of `dst`."""
     destination = Path(dst).expanduser()
-    to = to or ("gguf" if destination.suffix == ".gguf" else "safetensors")
+    to = to or _format_of(destination)
     if to not in DEFAULTS:
         raise OptionError(f"to is {to!r}, expected gguf or safetensors.")
     if to == "gguf" and destination.suffix != ".gguf":
@@ -116,6 +117,19 @@ def convert(
         rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in result.rounding.items()},
         checked=checked,
     )
+
+
+def _format_of(destination: Path) -> str:
+    """The format that the name of the output asks for. A name such as `model.bin` is one of a file, which no format
+    has; a suffix that is no word, as in `V4.1`, is part of a directory's name."""
+    if destination.suffix == ".gguf":
+        return "gguf"
+    if re.fullmatch(r"\.[A-Za-z]+", destination.suffix) and not destination.is_dir():
+        raise OptionError(
+            f"{destination.name} has the suffix {destination.suffix}, expected NAME.gguf for a GGUF file, or a "
+            "directory for safetensors. Choose such a name, or say --to safetensors (in Python to=)."
+        )
+    return "safetensors"
 
 
 def _plan(

@@ -13,6 +13,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.atomic_file import remove_partials, sync_directory, write_atomic
+from birkhoff.byte_size import format_bytes
 from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, RoundingStats
 from birkhoff.errors import BirkhoffError, ConvertError
 
@@ -70,6 +72,12 @@ def run_conversion(
         if not finished and any(file.path.exists() for file in plan.files):
             journal.unlink(missing_ok=True)  # created just now, and empty
             raise ConvertError(f"{plan.destination} already exists. Choose another name or remove it first.")
+        try:
+            _check_disk(plan)
+        except ConvertError:
+            if not finished:
+                journal.unlink(missing_ok=True)
+            raise
         handles = [_opened(file.path, file.header, file.nbytes) for file in plan.files]
         try:
             _run(plan, handles, finished, log, workers, exact, progress, sync_bytes)
@@ -86,6 +94,22 @@ def run_conversion(
         sync_directory(journal.parent)
     result.seconds = time.perf_counter() - began
     return result
+
+
+def _check_disk(plan: ConversionPlan) -> None:
+    """Raise `ConvertError` if the disk has too little space for what is not written yet."""
+    needed = plan.nbytes
+    for file in plan.files:
+        for path in (file.path, partial_path(file.path)):
+            if path.exists():
+                needed -= min(path.stat().st_blocks * 512, file.nbytes)
+    folder = plan.destination.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConvertError(
+            f"{plan.destination} needs {format_bytes(needed)} more on disk, and {format_bytes(free)} are free in "
+            f"{folder}. Free some, or choose another directory."
+        )
 
 
 def discard(plan: ConversionPlan) -> None:

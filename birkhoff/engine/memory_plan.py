@@ -492,12 +492,15 @@ def plan_host(
         cache = max(least, room // 4)
     budget = HostBudget(host_bytes, dense, experts, count, cache, working, mapped)
     if room < cache:
-        raise CapacityError(_host_refusal(budget, config, item_bytes, requests, can_map))
+        refusal = _host_refusal(budget, config, item_bytes, requests, can_map, cache_bytes is not None)
+        raise CapacityError(refusal)
     return budget
 
 
-def _host_refusal(budget: HostBudget, config: V4Config, item_bytes: int, requests: int, can_map: bool) -> str:
-    """What does not fit, with the numbers, and what would."""
+def _host_refusal(
+    budget: HostBudget, config: V4Config, item_bytes: int, requests: int, can_map: bool, cache_given: bool
+) -> str:
+    """What does not fit, with the numbers, and what would. `cache_given`: the caller chose the size of the cache."""
     experts = "" if budget.mapped else f", experts {format_bytes(budget.expert_bytes)}"
     text = (
         f"the model needs {format_bytes(budget.used_bytes)} of host memory (weights "
@@ -518,7 +521,9 @@ def _host_refusal(budget: HostBudget, config: V4Config, item_bytes: int, request
     fixed = requests * slot_bytes(config, item_bytes)
     each = page_bytes(config, item_bytes)
     tokens = (room - fixed) // (each * requests) * PAGE_TOKENS if each and room > fixed else 0
-    if tokens:
+    if cache_given and room > 0:
+        advice.append(f"cache_bytes={room} would fit")
+    elif tokens:
         advice.append(f"max_context={min(tokens, config.max_position_embeddings)} would fit")
     elif room > slot_bytes(config, item_bytes) + each and requests > 1:
         advice.append("fewer max_requests would fit")

@@ -150,7 +150,7 @@ class SamplingParams:
             outside = [token for token in ids if token >= vocab_size]
             if outside:
                 raise TokenError(
-                    f"{name} names token {outside[0]}, expected 0 to {vocab_size - 1}, this model's ids."
+                    f"{name}: there is no token {outside[0]}, expected 0 to {vocab_size - 1}, this model's ids."
                 )
 
 
@@ -190,9 +190,9 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     for key, bias in pairs:
         # JSON objects have string keys; only plain decimal digits are a token id.
         decimal = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
-        token = check_int("a token id of logit_bias", int(key) if decimal else key, 0, _INT32)
+        token = check_int("logit_bias: a token id", int(key) if decimal else key, 0, _INT32)
         if token in biases:
-            raise OptionError(f"logit_bias names token {token} twice; give it once.")
+            raise OptionError(f"logit_bias: token {token} stands there twice; give it once.")
         biases[token] = check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))
 

@@ -25,10 +25,12 @@ from birkhoff.errors import (
     ContextError,
     EngineClosed,
     LogitsError,
+    PromptError,
     RequestError,
     TextUnavailable,
     UnsupportedModel,
 )
+from birkhoff.free_memory import is_out_of_memory
 
 TYPES = {  # other statuses: invalid_request_error below 500, server_error from there on
     401: "authentication_error",
@@ -110,15 +112,19 @@ def conflict(message: str, param: str, code: str) -> ApiError:
     return ApiError(409, message, code=code, param=param, headers={"x-should-retry": "false"})
 
 
-def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
-    """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error."""
+def to_api_error(error: BaseException, steered: bool = False, prompt_field: str | None = None) -> ApiError:
+    """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error.
+    `prompt_field`: the field of the body that holds the text, which is what an error about the text is about."""
     if isinstance(error, ApiError):
         return error
     message = _with_http_calls(str(error))
     if isinstance(error, ContextError):
-        return bad_request(message, "messages", "context_length_exceeded")
+        return bad_request(message, prompt_field, "context_length_exceeded")
     if isinstance(error, RequestError):
-        return bad_request(message, getattr(error, "path", "") or _leading_field(message), error.code)
+        path = getattr(error, "path", "") or _leading_field(message)
+        if path is None and isinstance(error, PromptError):
+            path = prompt_field
+        return bad_request(message, path, error.code)
     if isinstance(error, (CapacityError, TextUnavailable, UnsupportedModel)):
         return bad_request(message, None, error.code)
     if isinstance(error, LogitsError):
@@ -135,7 +141,7 @@ def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
         return ApiError(
             507, "the capture could not be written or read. Ask again without it.", code=error.code
         )
-    if isinstance(error, MemoryError) or _out_of_memory(error):
+    if is_out_of_memory(error):
         message = (
             "there was too little memory for this request; others are not affected. Shorten it or try again."
         )
@@ -160,10 +166,3 @@ def _leading_field(message: str) -> str | None:
     """The field a message starts with, as in `top_p is 2, expected …`."""
     match = _FIELD.match(message)
     return match[1] if match else None
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """torch raises `OutOfMemoryError` on a device and a plain `RuntimeError` on the host."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

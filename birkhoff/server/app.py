@@ -278,6 +278,10 @@ class RouteRegistry:
             openapi_extra=extra,
             operation_id=f"{method.lower()}{path}",
         )
+        if method == "GET":  # what monitors send; uvicorn leaves the body out
+            self._app.add_api_route(
+                path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False
+            )
 
     def finish(self) -> None:
         """Complete the OpenAPI document: add the body models, remove FastAPI's validation errors."""
@@ -300,7 +304,8 @@ class RouteRegistry:
 
 
 async def _error_response(http: HttpRequest, error: Exception) -> Response:
-    return to_api_error(error).response(http.url.path, http.state.request_id)
+    prompt_field = getattr(http.state, "prompt_field", None)
+    return to_api_error(error, prompt_field=prompt_field).response(http.url.path, http.state.request_id)
 
 
 async def _routing_error_response(http: HttpRequest, error: Exception) -> Response:

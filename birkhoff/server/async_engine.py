@@ -37,6 +37,7 @@ class AsyncEngine:
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[Request, ActiveCall | None] = {}  # None: call closed, last output still to come
+        self._counted_tokens: dict[Request, int] = {}  # those of running requests that are in the metrics
         self._requests_by_caller: Counter[str] = Counter()
         self._durations: deque[float] = deque([1.0], maxlen=64)  # seconds per recent request
 
@@ -111,6 +112,17 @@ class AsyncEngine:
             call.cancel("asked")
         return bool(calls)
 
+    def end_calls(self) -> None:
+        """End all calls with an error: the server stops and their time to finish is over."""
+        error = ApiError(
+            503,
+            "the server stopped before this answer was complete. Send the call again.",
+            code="draining",
+            headers={"Retry-After": "5"},
+        )
+        for call in {id(call): call for call in self._calls.values() if call is not None}.values():
+            call.cancel("stopping", error)
+
     def call_id(self, request: Request) -> str | None:
         call = self._calls.get(request)
         return None if call is None else call.id
@@ -165,6 +177,7 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         now = time.monotonic()
+        self._count_tokens(outputs)
         for output in outputs:
             call = self._calls.get(output.request)
             if output.last:
@@ -175,6 +188,21 @@ class AsyncEngine:
                     self._durations.append(now - call.started)
             if call is not None:
                 call.put(output)
+
+    def _count_tokens(self, outputs: list[RequestOutput]) -> None:
+        """Count new tokens when they come, so that a long answer is not one jump of the metrics at its end."""
+        new_tokens = 0
+        for output in outputs:
+            request, tokens = output.request, len(output.request.output_ids)
+            if request not in self._counted_tokens and (tokens or output.last):
+                self.metrics.record_prompt(request)
+            if tokens:
+                new_tokens += tokens - self._counted_tokens.get(request, 0)
+                self._counted_tokens[request] = tokens
+            if output.last:
+                self._counted_tokens.pop(request, None)
+        if new_tokens:
+            self.metrics.generated_tokens.inc(new_tokens)
 
 
 class ActiveCall:
@@ -193,6 +221,7 @@ class ActiveCall:
         self.last_event_time = self._loop.time()
         self._unfinished = len(requests)
         self._cancel_cause = ""
+        self.error: ApiError | None = None  # what ended the call, if its client is to know
 
     async def submit(self) -> None:
         """Submit the requests and wait until the engine has accepted all of them.
@@ -228,13 +257,19 @@ class ActiveCall:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def cancel(self, cause: str) -> None:
-        self._cancel_cause = cause
+    def cancel(self, cause: str, error: ApiError | None = None) -> None:
+        """End the call; `cause` labels the metric. With an `error` its response is that error, not a silent end."""
+        self._cancel_cause, self.error = cause, error
         self.put("cancelled")
 
     @property
     def cancelled(self) -> bool:
         return bool(self._cancel_cause)
+
+    @property
+    def note(self) -> str:
+        """For the log: what ended the call before its last token, empty if nothing did."""
+        return (self.error.code or self.error.type) if self.error is not None else self._cancel_cause
 
     @property
     def has_pending(self) -> bool:

@@ -13,26 +13,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.server.api_errors import bad_request
-from birkhoff.server.body import StrictBody
-from birkhoff.server.fields import TokenId
-from birkhoff.server.interp_routes import AnalysisRoutes, PromptBody, TextBody
+from birkhoff.server.interp_routes import MAX_METRIC_TOKENS, AnalysisRoutes, PromptBody, TextBody, TokenMetric
 from birkhoff.server.steering_routes import request_edits
 
-MAX_TOKENS = 256
 MAX_NODES = 4096  # of the exact method, which runs the text once for each
 MAX_STEPS = 64
-TokenName = TokenId | Annotated[str, Field(min_length=1, max_length=64)]
-Position = Annotated[int, Field(ge=-MAX_TOKENS, lt=MAX_TOKENS)]
 Over = Annotated[str, Field(min_length=1, max_length=160)]
-
-
-class TokenMetric(StrictBody):
-    """Logit of `token`, minus that of `other` if given, at `position`; with `logprob` the log-probability."""
-
-    token: TokenName
-    other: TokenName | None = None
-    position: Position = -1
-    logprob: bool = False
 
 
 class AttributionBody(TextBody):
@@ -80,12 +66,12 @@ class AttributionRoutes(AnalysisRoutes):
         return found.to_json() | ({"svg": found.svg()} if body.svg else {})
 
     def _common(self, body: AttributionBody) -> tuple[list[int], dict[str, Any]]:
-        ids = self._interp.token_ids(body, MAX_TOKENS)
+        ids = self._interp.token_ids(body, MAX_METRIC_TOKENS)
         baseline: Any = body.baseline
         if isinstance(baseline, PromptBody):
-            baseline = self._interp.token_ids(baseline, MAX_TOKENS)
+            baseline = self._interp.token_ids(baseline, MAX_METRIC_TOKENS)
         return ids, {
-            "metric": body.metric.model_dump(),
+            "metric": self.checked_metric(body.metric, ids),
             "over": body.over,
             "baseline": baseline,
             "method": body.method,

@@ -20,8 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from birkhoff.errors import quoted
 from birkhoff.json_limits import exceeds_depth, structure
 from birkhoff.server.api_errors import ApiError, bad_request
-from birkhoff.server.field_errors import explain, unknown_field
+from birkhoff.server.field_errors import FIELD_UNKNOWN, explain, unknown_field
 
+PROMPT_FIELDS = ("messages", "prompt", "input", "token_ids")  # names of the text in the bodies of all APIs
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -40,6 +41,11 @@ class RequestBody(BaseModel):
     @property
     def unknown_fields(self) -> list[str]:
         return list(self.model_extra or ())
+
+    @property
+    def prompt_field(self) -> str | None:
+        """The name of the field that holds the text, None in a body without one."""
+        return next((name for name in PROMPT_FIELDS if getattr(self, name, None) is not None), None)
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
         """The fields of these names that are not null."""
@@ -60,7 +66,7 @@ def read_query(http: Request, **defaults: str) -> list[str]:
     """The query parameters of these names in this order, or their defaults. Others are refused."""
     for name in http.query_params:
         if name not in defaults:
-            raise bad_request(unknown_field(name[:64], name, list(defaults)), name[:64], "field-unknown")
+            raise bad_request(unknown_field(name[:64], name, list(defaults)), name[:64], FIELD_UNKNOWN)
     return [http.query_params.get(name, default) for name, default in defaults.items()]
 
 
@@ -88,12 +94,12 @@ def refuse_unknown_fields(body: RequestBody, strict: bool = False) -> list[str]:
                 )
             if name not in owner.without_effect:
                 message = unknown_field(shown, name, list(type(owner).model_fields))
-                raise bad_request(message, shown, "field-unknown")
+                raise bad_request(message, shown, FIELD_UNKNOWN)
             if strict:
                 raise bad_request(
                     f"{shown!a} has no effect here, and X-Strict asks for exactness. Remove it.",
                     shown,
-                    "field-unknown",
+                    FIELD_UNKNOWN,
                 )
             if getattr(owner, name) is not None:
                 warnings.append(f"{shown!a} has no effect here.")
@@ -163,8 +169,8 @@ def validate(body_type: type[Body], fields: dict[str, Any]) -> Body:
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        path, message = explain(error.errors(include_url=False), body_type.model_fields)
-        raise bad_request(message, path or None, "field-invalid") from None
+        path, message, code = explain(error.errors(include_url=False), body_type.model_fields)
+        raise bad_request(message, path or None, code) from None
     except RecursionError:
         raise bad_request(
             "the body refers to itself too deeply. Send a flatter one.", code="json-invalid"

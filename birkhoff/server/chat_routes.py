@@ -4,7 +4,8 @@ The conversation is encoded with the model's own chat format; reasoning, content
 output is parsed. Streams follow OpenAI's rules: the first chunk of a choice carries the role; `finish_reason` is set
 once, in the last chunk of a choice; the id and name of a tool call are sent once, followed by pieces of its arguments;
 usage, if requested, is the only chunk without choices; `[DONE]` ends the stream. An error after the first byte is an
-event with an `error` object. The concatenated deltas equal the message of the unstreamed response.
+event with an `error` object. The concatenated deltas equal the message of the unstreamed response; a tool call that
+`max_tokens` cuts off is part of both, with what there is of its arguments and the `finish_reason` `length`.
 """
 
 from __future__ import annotations
@@ -169,14 +170,15 @@ class ChatFormatter(ChoicesFormatter):
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or None, "refusal": None}
         if parsed.reasoning:
             message["reasoning_content"] = message["reasoning"] = parsed.reasoning
-        if parsed.tool_calls:
+        calls = [*parsed.tool_calls, *([parsed.incomplete_call] if parsed.incomplete_call else [])]
+        if calls:
             message["tool_calls"] = [
                 {
                     "id": new_id("call_"),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments_json},
                 }
-                for call in parsed.tool_calls
+                for call in calls
             ]
         elif message["content"] is None:
             message["content"] = ""

@@ -132,15 +132,7 @@ class ChoicesFormatter(StreamFormatter):
         return {**self._chunk_head, "choices": choices, **more}
 
     def _usage(self, requests: tuple[Request, ...]) -> Json:
-        """Usage summed over prompts; each prompt is counted once for all its choices."""
-        per_prompt = len(requests) // len(self._generations)
-        first, *others = (
-            usage(requests[start : start + per_prompt]) for start in range(0, len(requests), per_prompt)
-        )
-        for other in others:
-            for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
-                first[key] += other[key]
-        return first
+        return usage(requests, len(requests) // len(self._generations))
 
     def _extras(self, call: ActiveCall) -> Json:
         """Response extras, and the prompt as token ids or text if requested."""

@@ -7,6 +7,7 @@ probabilities.
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -28,6 +29,7 @@ from birkhoff.server.generation import (
     parsed_message,
     stop_reason,
 )
+from birkhoff.text.tokenizer import Tokenizer
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 MAX_PROMPTS = 8
@@ -93,6 +95,22 @@ class CompletionRoutes(Routes):
         return [engine.prompt_ids(prompt) for prompt in prompts]
 
 
+class TextOffsets:
+    """Positions of tokens in a text of characters. A character may be several tokens: all have its position."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def add(self, token: int) -> int:
+        """The position of the next token. Special tokens, such as begin of text, are no characters."""
+        position = self._characters
+        if token not in self._tokenizer.special_ids:
+            self._characters += len(self._decoder.decode(self._tokenizer.piece(token)))
+        return position
+
+
 class CompletionFormatter(ChoicesFormatter):
     """Renders `text_completion` objects."""
 
@@ -103,7 +121,7 @@ class CompletionFormatter(ChoicesFormatter):
         super().__init__(context, generations, body, head, head)
         self._echo = bool(body.echo)
         self._top_logprobs = body.logprobs
-        self._text_offset: dict[int, int] = {}  # characters sent so far, by choice
+        self._offsets: dict[int, TextOffsets] = {}  # of streams, by choice
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
         text = parsed_message(request).content
@@ -117,7 +135,9 @@ class CompletionFormatter(ChoicesFormatter):
         if self._top_logprobs is not None:
             prompt = self._prompt_logprobs(request) if self._echo else []
             output = [entry for entry in request.logprobs if not is_eos(entry.token_id, request)]
-            choice["logprobs"] = self._logprobs([*prompt, *output], 0)
+            choice["logprobs"] = self._logprobs(
+                [*prompt, *output], TextOffsets(self._context.engine.tokenizer)
+            )
         if self._body.return_token_ids:
             choice["token_ids"] = list(request.output_ids)
         return choice
@@ -136,13 +156,8 @@ class CompletionFormatter(ChoicesFormatter):
             entries.append(TokenLogprob(token, float(logprobs[position, token]), top))
         return entries
 
-    def _text_characters(self, token: int) -> int:
-        """How many characters of a choice's text a token is; special tokens, such as begin of text, are none."""
-        tokenizer = self._context.engine.tokenizer
-        return 0 if token in tokenizer.special_ids else len(tokenizer.piece(token).decode("utf-8", "replace"))
-
-    def _logprobs(self, entries: list[TokenLogprob | int], offset: int) -> dict[str, Any]:
-        """The four parallel lists of the completions API; `offset` is the text offset of the first token."""
+    def _logprobs(self, entries: list[TokenLogprob | int], offsets: TextOffsets) -> dict[str, Any]:
+        """The four parallel lists of the completions API."""
 
         def text(token: int) -> str:
             return self._context.engine.tokenizer.piece(token).decode("utf-8", "replace")
@@ -160,8 +175,7 @@ class CompletionFormatter(ChoicesFormatter):
             else:
                 token_logprobs.append(None)
                 top_logprobs.append(None)
-            text_offset.append(offset)
-            offset += self._text_characters(token)
+            text_offset.append(offsets.add(token))
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -174,18 +188,17 @@ class CompletionFormatter(ChoicesFormatter):
         ids = [token.token_id for token in output.tokens if token.token_id is not None]
         if not text and not ids:
             return []
-        if self._echo and index not in self._text_offset:
+        if self._echo and index not in self._offsets:
             text = self._prompt_text(output.request) + text
         choice = {**self.empty_choice(index), "text": text}
-        offset = self._text_offset.setdefault(index, 0)
+        offsets = self._offsets.setdefault(index, TextOffsets(self._context.engine.tokenizer))
         if self._top_logprobs is not None:
             entries = [
                 token.logprob
                 for token in output.tokens
                 if token.logprob and not is_eos(token.token_id, output.request)
             ]
-            choice["logprobs"] = self._logprobs([*entries], offset)
-            self._text_offset[index] += sum(self._text_characters(entry.token_id) for entry in entries)
+            choice["logprobs"] = self._logprobs([*entries], offsets)
         if self._body.return_token_ids:
             choice["token_ids"] = ids
         return [choice]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.embedded import has_sizes_of
 from birkhoff.errors import quoted
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
@@ -65,10 +66,11 @@ class ServingContext:
     def engine(self) -> Engine:
         return self.async_engine.engine
 
-    @property
+    @cached_property
     def thinks_by_default(self) -> bool:
-        """Whether chats begin with reasoning unless the call says otherwise. nano was not trained to reason."""
-        return self.engine.name != "nano" and self.engine.chat_abilities["reasoning"]
+        """Whether chats begin with reasoning unless the call says otherwise. nano, in whatever
+        format, was not trained to reason."""
+        return self.engine.chat_abilities["reasoning"] and not has_sizes_of("nano", self.engine.config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -116,6 +118,7 @@ class ServingContext:
             body = await asyncio.to_thread(validate, body_type, fields)
         else:
             body = validate(body_type, fields)
+        http.state.prompt_field = body.prompt_field  # for errors about the length of the text
         self.check_model(getattr(body, "model", None))
         return body, warnings + refuse_unknown_fields(body, http.headers.get("x-strict") == "1")
 
@@ -167,15 +170,22 @@ class ServingContext:
         )
         await call.submit()
         if stream:
-            return EventStream(
-                formatter.stream(call, self.settings.ping_seconds), on_close=call.close, media_type=media_type
-            )
+
+            def close() -> None:
+                if call.note:
+                    http.state.note = call.note  # the status of the line is 200, as the stream had begun
+                call.close()
+
+            events = formatter.stream(call, self.settings.ping_seconds)
+            return EventStream(events, on_close=close, media_type=media_type)
         finished = asyncio.ensure_future(call.wait())
         try:
             if await wait_or_disconnect(finished, http.receive):
                 call.cancel("left")
                 raise ApiError(499, "the client left.", code="left")
             finished.result()
+            if call.error is not None:
+                raise call.error
             if call.cancelled:
                 raise ApiError(499, "this answer was cancelled.", code="cancelled")
         finally:

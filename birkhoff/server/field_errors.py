@@ -37,24 +37,32 @@ _LENGTHS = {
 }
 MAX_LISTED_FIELDS = 16  # completion calls have many more
 MAX_WORD = 24
+FIELD_INVALID = "field-invalid"
+FIELD_UNKNOWN = "field-unknown"
 _BRANCHES = {"str", "int", "float", "bool", "constrained-str", "constrained-int", "constrained-float"}
 Problem = Any  # pydantic's ErrorDetails
 
 
-def explain(problems: Sequence[Problem], fields: Collection[str]) -> tuple[str, str]:
-    """The path of the first invalid field and a sentence about it. `fields` are the names that the body has."""
+def explain(problems: Sequence[Problem], fields: Collection[str]) -> tuple[str, str, str]:
+    """The path of the first invalid field, a sentence about it and the code of the error. `fields` are the names that
+    the body has."""
     root = field_path(problems[0]["loc"][:1])
     same = [problem for problem in problems if field_path(problem["loc"][:1]) == root]
     chosen = max(same, key=_fit)
+    if chosen["type"] == "extra_forbidden":
+        name, owner = str(chosen["loc"][-1]), field_path(chosen["loc"][:-1])  # any key, also one like `str`
+        shown = f"{owner}.{name[:64]}" if owner else name[:64]
+        return shown, unknown_field(shown, name, () if owner else fields), FIELD_UNKNOWN
+    return *_invalid_field(chosen, same), FIELD_INVALID
+
+
+def _invalid_field(chosen: Problem, same: Sequence[Problem]) -> tuple[str, str]:
+    """The path of the field that `chosen` is about, and a sentence; `same` are all problems of its top-level field."""
     path = field_path(chosen["loc"])
     kind, context, value = chosen["type"], chosen.get("ctx", {}), chosen["input"]
     where = path or "the body"
     if kind == "missing":
         return path, f"{where} is missing. Add it."
-    if kind == "extra_forbidden":
-        name, owner = str(chosen["loc"][-1]), field_path(chosen["loc"][:-1])  # any key, also one like `str`
-        shown = f"{owner}.{name[:64]}" if owner else name[:64]
-        return shown, unknown_field(shown, name, () if owner else fields)
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         return path, f"{where} is {seen(value)}, expected {words} {_number(context[name])}."

@@ -95,15 +95,19 @@ def generation_warnings(request: Request) -> list[str]:
     return [*warnings, grammar_problem] if grammar_problem else warnings
 
 
-def usage(requests: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's `usage` object: prompt tokens are counted once, completion tokens over all choices."""
-    prompt = len(requests[0].prompt_ids)
+def usage(requests: Sequence[Request], choices: int = 1) -> dict[str, Any]:
+    """OpenAI's `usage` object of one or several prompts with `choices` requests each: tokens of a prompt are counted
+    once, completion tokens over all choices."""
+    first_choices = requests[::choices]
+    prompt = sum(len(request.prompt_ids) for request in first_choices)
     completion = sum(len(request.output_ids) for request in requests)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens or 0},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(request.cached_tokens or 0 for request in first_choices)
+        },
         "completion_tokens_details": {
             "reasoning_tokens": sum(getattr(request.sink, "reasoning_tokens", 0) for request in requests)
         },

@@ -16,9 +16,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.attention import attention_json, attention_masses
-from birkhoff.errors import LogitsError
+from birkhoff.analysis.metric import resolve_metric
+from birkhoff.errors import LogitsError, OptionError
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
-from birkhoff.server.body import RequestBody
+from birkhoff.server.body import RequestBody, StrictBody
 from birkhoff.server.chat_prompt import normalize_messages
 from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import MessageList, PositiveInt, SteeringFields, TokenId
@@ -26,6 +27,9 @@ from birkhoff.server.reply import json_response
 from birkhoff.server.sse import wait_or_disconnect
 from birkhoff.server.steering_routes import request_edits
 
+MAX_METRIC_TOKENS = 256  # of a text that is run many times for a metric
+Position = Annotated[int, Field(ge=-MAX_METRIC_TOKENS, lt=MAX_METRIC_TOKENS)]
+TokenName = TokenId | Annotated[str, Field(min_length=1, max_length=64)]
 Depth = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Result = TypeVar("Result")
 
@@ -41,6 +45,16 @@ class PromptBody(RequestBody):
 
 class TextBody(PromptBody, SteeringFields):
     """A text to analyse, and how it is steered."""
+
+
+class TokenMetric(StrictBody):
+    """Logit of `token`, minus that of `other` if given, at `position`; with `logprob` the log-probability. Tokens are
+    ids, or texts that are one token."""
+
+    token: TokenName
+    other: TokenName | None = None
+    position: Position = -1
+    logprob: bool = False
 
 
 class LensBody(TextBody):
@@ -205,6 +219,17 @@ class AnalysisRoutes(Routes):
     def __init__(self, context: ServingContext, interp: InterpRoutes):
         super().__init__(context)
         self._interp = interp
+
+    def checked_metric(self, metric: TokenMetric, *texts: list[int]) -> dict[str, Any]:
+        """The metric of a body as the engine takes it; raises 400 if the model lacks its tokens, or a text its
+        position."""
+        fields = metric.model_dump()
+        try:
+            for ids in texts:
+                resolve_metric(self._context.engine, fields, len(ids))
+        except OptionError as error:
+            raise bad_request(str(error), "metric", error.code) from None
+        return fields
 
     async def analysed(self, http: HttpRequest, work: Callable[[], Any]) -> Response:
         """The result of `work`; its texts run through the edits of every request, which may make logits invalid."""

@@ -124,7 +124,7 @@ class LlamaCompletionFormatter(StreamFormatter):
         """A complete answer, or the last event of a stream."""
         timings, word = timings_of(request), stop_reason(request)
         kind = "limit" if request.finish_reason == "length" else "word" if isinstance(word, str) else "eos"
-        prompt_n, predicted_n = len(request.prompt_ids), len(request.output_ids)
+        cached, predicted_n = request.cached_tokens or 0, len(request.output_ids)
         return {
             "index": 0,
             "content": content,
@@ -133,8 +133,8 @@ class LlamaCompletionFormatter(StreamFormatter):
             "stop": True,
             "model": self._context.model_name,
             "tokens_predicted": predicted_n,
-            "tokens_evaluated": prompt_n,
-            "tokens_cached": request.cached_tokens or 0,
+            "tokens_evaluated": len(request.prompt_ids),
+            "tokens_cached": cached,
             "generation_settings": {
                 "n_predict": request.max_tokens,
                 "temperature": request.params.temperature,
@@ -144,7 +144,8 @@ class LlamaCompletionFormatter(StreamFormatter):
             "stop_type": kind,
             "stopping_word": word if isinstance(word, str) else "",
             "timings": {
-                "prompt_n": prompt_n,
+                "cache_n": cached,
+                "prompt_n": len(request.prompt_ids) - cached,  # those that were computed in prompt_ms
                 "prompt_ms": timings["prefill_ms"],
                 "predicted_n": predicted_n,
                 "predicted_ms": timings["decode_ms"],

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic_core
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -263,7 +264,7 @@ class MessageFormatter(BlockFormatter):
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
     def response(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
-        content = [_block_json(block) for block in self._blocks.blocks if block.complete]
+        content = [_block_json(block) for block in self._blocks.blocks]
         return {
             **self._head,
             "content": content,
@@ -285,11 +286,13 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
 
     def _usage(self, request: Request) -> dict[str, Any]:
+        """Anthropic's counts: `input_tokens` are those not in the cache; the prompt has the sum of the inputs."""
+        cached = request.cached_tokens or 0
         return {
-            "input_tokens": len(request.prompt_ids),
+            "input_tokens": len(request.prompt_ids) - cached,
             "output_tokens": len(request.output_ids),
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": request.cached_tokens or 0,
+            "cache_read_input_tokens": cached,
         }
 
     def start_events(self, call: ActiveCall) -> list[bytes]:
@@ -343,7 +346,8 @@ def _block_json(block: ContentBlock, empty: bool = False) -> dict[str, Any]:
         "type": "tool_use",
         "id": block.id,
         "name": block.name,
-        "input": {} if empty else json.loads(block.text or "{}"),
+        # Of a call that was cut off: the arguments that are whole, as Anthropic's clients read them from a stream.
+        "input": {} if empty else pydantic_core.from_json(block.text or "{}", allow_partial=True),
     }
 
 

@@ -65,13 +65,15 @@ class Metrics:
         self.queue_seconds = histogram("queue_seconds", "Time from submission to admission to a slot.")
         self.request_seconds = histogram("request_seconds", "Time from submission to the last token.")
 
-    def record_request(self, request: Request) -> None:
-        """Count one finished request."""
-        times, tokens = request.timings, len(request.output_ids)
-        self.prompt_tokens.inc(len(request.prompt_ids) if times.admitted is not None else 0)
-        self.generated_tokens.inc(tokens)
+    def record_prompt(self, request: Request) -> None:
+        """Count the prompt of a request that has its first token, or has ended without one."""
+        self.prompt_tokens.inc(len(request.prompt_ids) if request.timings.admitted is not None else 0)
         self.cached_tokens.inc(request.cached_tokens or 0)
         self.shared_pages.inc(request.shared_pages)
+
+    def record_request(self, request: Request) -> None:
+        """Count one finished request; its tokens are counted as they come."""
+        times, tokens = request.timings, len(request.output_ids)
         self.drafted.inc(request.drafted)
         self.accepted.inc(request.accepted)
         if request.plan is not None and request.plan.edits:

@@ -98,11 +98,16 @@ class Middleware:
             else:
                 await self._check_key(scope, headers, state)
                 await self._app(scope, receive, send_with_headers)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # the server stops and does not wait for this request any longer
             note = "cancelled"
-            raise
+            if response_started:
+                raise
+            stopped = ApiError(
+                503, "the server stopped before this call was done. Send it again.", code="draining"
+            )
+            await stopped.response(scope["path"], request_id)(scope, receive, send_with_headers)
         except Exception as error:
-            api_error = to_api_error(error)
+            api_error = to_api_error(error, prompt_field=state.get("prompt_field"))
             if api_error.status >= 500:
                 self._access_log.log_exception(request_id, error)
             if not response_started:

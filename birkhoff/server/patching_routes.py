@@ -1,10 +1,10 @@
 """`POST /v1/patch_sweep`: activation patching over layers and positions.
 
 The source text is run once and its activations are stored under a name; then the target text is run with the source's
-activation patched in, once per layer and position, many of them in one pass. Each cell is the logit difference of two
-tokens at the end of the target; `target` and `source` are the values of the unpatched texts. Patches of later calls can
-name the stored run, `{"source": {"run": NAME}}`, until `DELETE /v1/patch_source/{run}`. Both routes need the steering
-key.
+activation patched in, once per layer and position, many of them in one pass. Each cell is the metric of the target, the
+same as for `/v1/attribute`: a logit or the difference of two; `target` and `source` are the values of the unpatched
+texts. Patches of later calls can name the stored run, `{"source": {"run": NAME}}`, until
+`DELETE /v1/patch_source/{run}`. Both routes need the steering key.
 """
 
 from __future__ import annotations
@@ -21,22 +21,13 @@ from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.site_names import select
 from birkhoff.server.api_errors import ApiError, bad_request, conflict
 from birkhoff.server.body import StrictBody
-from birkhoff.server.fields import ModuleName, TokenId
-from birkhoff.server.interp_routes import AnalysisRoutes, PromptBody
+from birkhoff.server.fields import ModuleName
+from birkhoff.server.interp_routes import MAX_METRIC_TOKENS, AnalysisRoutes, Position, PromptBody, TokenMetric
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
 
 MAX_CELLS = 512
 MAX_RUNS = 16
-MAX_TOKENS = 256
-Position = Annotated[int, Field(ge=-MAX_TOKENS, lt=MAX_TOKENS)]
-
-
-class LogitDifference(StrictBody):
-    """The metric: logit of `token` minus logit of `other`."""
-
-    token: TokenId
-    other: TokenId
 
 
 class SweepBody(StrictBody):
@@ -45,14 +36,14 @@ class SweepBody(StrictBody):
     hook: Annotated[str, Field(min_length=1, max_length=64)]
     layers: Any = "all"
     positions: Annotated[list[Position], Field(min_length=1)] | None = None
-    metric: LogitDifference
+    metric: TokenMetric
     run: ModuleName | None = None
 
 
 class PatchingRoutes(AnalysisRoutes):
     async def sweep(self, http: HttpRequest) -> Response:
         """Patches activations of a source text into a target text, cell by cell over layers and positions, and returns
-        the logit difference of two tokens. Needs the steering key."""
+        the logit of a token or the difference of two. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, SweepBody)
         return await self.analysed(http, lambda: self._sweep(body))
@@ -66,10 +57,9 @@ class PatchingRoutes(AnalysisRoutes):
 
     def _sweep(self, body: SweepBody) -> dict[str, Any]:
         engine = self._context.engine
-        source, target = (self._interp.token_ids(each, MAX_TOKENS) for each in (body.source, body.target))
-        last = engine.config.vocab_size - 1
-        if max(body.metric.token, body.metric.other) > last:
-            raise bad_request(f"metric: this model has ids 0..{last}.", "metric")
+        texts = (body.source, body.target)
+        source, target = (self._interp.token_ids(each, MAX_METRIC_TOKENS) for each in texts)
+        metric = self.checked_metric(body.metric, source, target)
         layers = list(
             select(body.hook, parse_layers(body.layers), engine.schema, engine.config.num_hidden_layers)
         )
@@ -95,14 +85,7 @@ class PatchingRoutes(AnalysisRoutes):
         engine.runs[name] = dict(engine.wait_for_acts(source_run))
 
         try:
-            sweep = engine.patch_sweep(
-                source,
-                target,
-                (body.metric.token, body.metric.other),
-                body.hook,
-                layers=layers,
-                positions=positions,
-            )
+            sweep = engine.patch_sweep(source, target, metric, body.hook, layers=layers, positions=positions)
         except BaseException:
             engine.runs.pop(name, None)
             raise

@@ -7,6 +7,7 @@ returns 503 until it is ready. If loading fails, the server stops and raises tha
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import ssl
@@ -32,6 +33,7 @@ from birkhoff.server.server_settings import ServerSettings
 from birkhoff.steering.modules import load_module
 
 SEND_BUFFER = 128 * 1024
+CLOSE_SECONDS = 2  # after the drain: for the last bytes of requests that were ended
 # The engine thread and the event loop share the GIL. At Python's default of 5 ms the event loop would wait that long
 # after every packet.
 SWITCH_INTERVAL_SECONDS = 0.0005
@@ -66,7 +68,7 @@ def serve(
         ssl_certfile=settings.ssl_certfile or None,
         ssl_keyfile=settings.ssl_keyfile or None,
         timeout_keep_alive=round(settings.keep_alive_seconds),
-        timeout_graceful_shutdown=round(settings.drain_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + CLOSE_SECONDS,
         backlog=256,
     )
     server = Server(config)
@@ -84,6 +86,8 @@ def serve(
             async_engine.draining = True
             if not loading.done():
                 os._exit(0)  # the loading thread cannot be stopped in any other way
+            await asyncio.sleep(settings.drain_seconds)
+            async_engine.end_calls()
 
         loading = asyncio.create_task(load_and_start())
         watching = asyncio.create_task(watch_for_exit())

@@ -37,7 +37,7 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, new_id, now, token_logprob, usage
+from birkhoff.server.generation import GenerationCall, is_eos, new_id, now, token_logprob, usage
 from birkhoff.server.sse import format_event
 from birkhoff.server.tools import Tools
 
@@ -225,7 +225,7 @@ class ResponseObjectFormatter(BlockFormatter):
             **self._head,
             "status": "incomplete" if truncated else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
-            "output": [self._item(block, request) for block in self._blocks.blocks if block.complete],
+            "output": [self._item(block, request) for block in self._blocks.blocks],
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
@@ -238,7 +238,7 @@ class ResponseObjectFormatter(BlockFormatter):
 
     def _item(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         """An output item; `request` is None while the item is in progress, which leaves its content empty."""
-        status = "in_progress" if request is None else "completed"
+        status = "in_progress" if request is None else "completed" if block.complete else "incomplete"
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}] if request is not None else []
             return {"type": "reasoning", "id": block.id, "summary": [], "content": content, "status": status}
@@ -257,7 +257,12 @@ class ResponseObjectFormatter(BlockFormatter):
     def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         logprobs = []
         if request is not None and request.params.logprobs is not None:
-            logprobs = [token_logprob(entry, self._context.engine) for entry in request.logprobs]
+            after_reasoning = request.logprobs[getattr(request.sink, "reasoning_tokens", 0) :]
+            logprobs = [
+                token_logprob(entry, self._context.engine)
+                for entry in after_reasoning
+                if not is_eos(entry.token_id, request)
+            ]
         return {
             "type": "output_text",
             "text": block.text if request else "",
@@ -308,7 +313,8 @@ class ResponseObjectFormatter(BlockFormatter):
             events.append(self._event("response.reasoning_text.done", **part, text=block.text))
         else:
             text_part = self._text_part(block, request)
-            events.append(self._event("response.output_text.done", **part, text=block.text, logprobs=[]))
+            done = {"text": block.text, "logprobs": text_part["logprobs"]}
+            events.append(self._event("response.output_text.done", **part, **done))
             events.append(self._event("response.content_part.done", **part, part=text_part))
         done_item = self._item(block, request)
         return [*events, self._event("response.output_item.done", output_index=block.index, item=done_item)]

@@ -47,7 +47,8 @@ class StreamFormatter(ABC):
     async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
         """The bytes of the response; events that are pending together are sent as one packet.
 
-        The stream of a cancelled call ends without a last event. An error after the first byte is an event."""
+        The stream of a cancelled call ends without a last event, unless it has an error. An error after the first byte
+        is an event."""
         pending = b"".join(self.start_events(call))
         if pending:
             yield pending
@@ -69,10 +70,13 @@ class StreamFormatter(ABC):
                 yield pending
                 pending = b""
             if call.cancelled:
+                if call.error is not None:
+                    yield self.error_event(call.error)
                 return
             for request in call.requests:
                 raise_on_failure(request)
             for event in await asyncio.to_thread(lambda: list(self.end_events(call))):
                 yield event
         except Exception as error:
-            yield pending + self.error_event(self._context.stream_error(error, call.id))
+            call.error = self._context.stream_error(error, call.id)
+            yield pending + self.error_event(call.error)

@@ -60,7 +60,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCall
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A complete tool call; arguments as JSON text."""
+    """A tool call; arguments as JSON text, which is cut off in one that is incomplete."""
 
     name: str
     arguments_json: str
@@ -68,21 +68,23 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """A complete answer."""
+    """A whole answer. `incomplete_call` is the one after `tool_calls` that was begun and cut off or malformed."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     problems: tuple[FormatProblem, ...] = field(default=())
+    incomplete_call: ToolCall | None = None
 
 
 def assemble(events: Iterable[Event]) -> ParsedMessage:
-    """Join events into a message; incomplete tool calls are left out."""
+    """Join events into a message. Only its last tool call can be incomplete: the parser reads none after it."""
     reasoning: list[str] = []
     content: list[str] = []
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
     complete: list[int] = []
+    incomplete: list[int] = []
     problems: list[FormatProblem] = []
     for event in events:
         match event:
@@ -96,7 +98,15 @@ def assemble(events: Iterable[Event]) -> ParsedMessage:
                 arguments[index].append(piece)
             case ToolCallEnd(index, True):
                 complete.append(index)
+            case ToolCallEnd(index, False):
+                incomplete.append(index)
             case FormatProblem():
                 problems.append(event)
-    calls = tuple(ToolCall(names[index], "".join(arguments[index])) for index in complete)
-    return ParsedMessage("".join(reasoning), "".join(content), calls, tuple(problems))
+    calls = {index: ToolCall(name, "".join(arguments[index])) for index, name in names.items()}
+    return ParsedMessage(
+        "".join(reasoning),
+        "".join(content),
+        tuple(calls[index] for index in complete),
+        tuple(problems),
+        calls[incomplete[-1]] if incomplete else None,
+    )

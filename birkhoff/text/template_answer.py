@@ -274,11 +274,11 @@ def _tool_call(value: Any) -> ToolCall | None:
             arguments = _JSON.decode(arguments)
         except (ValueError, RecursionError):
             return None
-    return (
-        ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+    if not isinstance(arguments, dict):
+        return None
+    # JSON may spell half of a surrogate pair, which UTF-8 has not: it becomes a question mark.
+    text = json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return ToolCall(value["name"], text)
 
 
 def _refuse(constant: str) -> None:

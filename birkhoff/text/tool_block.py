@@ -248,7 +248,10 @@ def _is_json(text: str) -> bool:
         raise ValueError(constant)  # Python accepts NaN and infinities, JSON does not
 
     try:
-        json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse)
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # Python accepts half of a surrogate pair, JSON in UTF-8 has none
     except (ValueError, RecursionError):
         return False
     return True

@@ -175,8 +175,10 @@ def test_a_plan_maps_experts_that_do_not_fit_and_refuses_what_cannot_run(plain):
         host_budget(checkpoint, dataclasses.replace(options, experts="device"), held)
     with pytest.raises(CapacityError, match=r"needs .* of host memory \(weights .*, cache .*, working space"):
         host_budget(checkpoint, options, ample.dense_bytes // 2)
-    with pytest.raises(CapacityError, match=r"max_context=\d+ would fit"):
+    with pytest.raises(CapacityError, match=r"cache_bytes=\d+ would fit") as refused:
         host_budget(checkpoint, dataclasses.replace(options, cache_bytes=1 << 29), held)
+    fits = int(str(refused.value).rpartition("cache_bytes=")[2].split()[0])
+    assert host_budget(checkpoint, dataclasses.replace(options, cache_bytes=fits), held).cache_bytes == fits
     with pytest.raises(CapacityError, match="weights as stored take less"):
         host_budget(checkpoint, dataclasses.replace(options, weights="dense"), held // 2)
     with pytest.raises(OptionError, match="'mapped', which needs"):

@@ -150,7 +150,7 @@ def test_sampling_values(idle, options):
 
 def test_token_ids_in_options_outside_the_vocabulary(idle):
     for options in ({"stop_token_ids": [512]}, {"logit_bias": {512: 1}}):
-        with pytest.raises(TokenError, match="names token 512, expected 0 to 511"):
+        with pytest.raises(TokenError, match="there is no token 512, expected 0 to 511"):
             idle.generate("a", **options)
 
 

@@ -34,3 +34,13 @@ def test_misuse(birkhoff_here, tiny, tmp_path):
         and no_trace_of_python(wrong.stderr)
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_a_file_that_no_format_has_is_refused(birkhoff_here, tiny, tmp_path):
+    for name in ("m.bin", "m.safetensors", "m.GGUF"):
+        refused = birkhoff_here("convert", tiny, tmp_path / name, "--no-mtp")
+        assert refused.returncode == 2 and b"expected NAME.gguf" in refused.stderr, refused.stderr
+    assert list(tmp_path.iterdir()) == []
+    for name, *options in (("V4.1",), ("m.bin", "--to", "safetensors")):
+        written = birkhoff_here("convert", tiny, tmp_path / name, "--no-mtp", *options)
+        assert written.returncode == 0 and (tmp_path / name / "config.json").exists(), written.stderr

@@ -15,6 +15,7 @@ from birkhoff.convert.synth import synth
 from birkhoff.convert.write import journal_path, run_conversion
 from birkhoff.errors import ConvertError
 from birkhoff.weights.checkpoint import open_checkpoint
+from tests.capture.test_faults import small_disk  # noqa: F401 (a fixture)
 from tests.killed_write import kill_while_writing
 
 
@@ -136,3 +137,10 @@ def test_a_changed_source_does_not_continue_an_old_output(tiny, tmp_path):
     with pytest.raises(ConvertError, match="from other files"):
         run_conversion(plan(source, tmp_path / "m.gguf", "gguf"), 1, False)
     assert json.loads(journal_path(tmp_path / "m.gguf").read_text().splitlines()[0])["conversion"]
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m"])
+def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tiny, small_disk, name):  # noqa: F811
+    with pytest.raises(ConvertError, match="MiB more on disk, and "):
+        convert(tiny, small_disk / name, experts="bf16", dense="bf16")
+    assert not [path for path in small_disk.rglob("*") if path.is_file()]

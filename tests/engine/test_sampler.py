@@ -385,7 +385,7 @@ def test_extreme_temperatures_give_finite_results():
 
 
 def test_ids_of_options_are_checked_against_the_model():
-    with pytest.raises(TokenError, match="stop_token_ids names token 64"):
+    with pytest.raises(TokenError, match="stop_token_ids: there is no token 64"):
         SamplingState(SamplingParams(stop_token_ids=[64]), 64, seed=0)
 
 

@@ -145,9 +145,9 @@ def test_min_tokens_stays_below_max_tokens():
 
 def test_ids_outside_the_vocabulary_are_refused_by_name():
     SamplingParams(stop_token_ids=[9], logit_bias={9: 1}).check_vocabulary(10)
-    with pytest.raises(TokenError, match="stop_token_ids names token 10, expected 0 to 9"):
+    with pytest.raises(TokenError, match="stop_token_ids: there is no token 10, expected 0 to 9"):
         SamplingParams(stop_token_ids=[10]).check_vocabulary(10)
-    with pytest.raises(TokenError, match="logit_bias names token 10"):
+    with pytest.raises(TokenError, match="logit_bias: there is no token 10"):
         SamplingParams(logit_bias={10: 1}).check_vocabulary(10)
 
 

@@ -184,6 +184,42 @@ def test_openai_reasoning_is_separate(client):
     assert streamed == message.reasoning
 
 
+def test_openai_text_offsets_are_positions_of_characters(client):
+    """A character of several tokens has one position, in a whole answer and in a stream."""
+    ask = {
+        "model": "nano",
+        "prompt": "Hi 😀é",
+        "max_tokens": 12,
+        "temperature": 1.5,
+        "seed": 3,
+        "logprobs": 0,
+    }
+    whole = client.completions.create(**ask, echo=True).choices[0]
+    offsets, tokens = whole.logprobs.text_offset, whole.logprobs.tokens
+    assert len(tokens) > len(whole.text.split()) and offsets == sorted(offsets)
+    for offset, token in zip(offsets[1:], tokens[1:]):  # the first is the begin-of-text token
+        assert "\ufffd" in token or whole.text[offset:].startswith(token)
+    after = whole.text.index("é") + 1
+    plain = client.completions.create(**ask).choices[0]
+    assert [offset - after for offset in offsets[-12:]] == plain.logprobs.text_offset
+    streamed = [
+        offset
+        for chunk in client.completions.create(**ask, stream=True)
+        for offset in (chunk.choices[0].logprobs.text_offset if chunk.choices[0].logprobs else ())
+    ]
+    assert streamed == plain.logprobs.text_offset
+
+
+def test_openai_responses_logprobs_are_those_of_the_text(client):
+    ask = {"model": "nano", "input": "Hi", "temperature": 0, "max_output_tokens": 60, "top_logprobs": 1}
+    include = ["message.output_text.logprobs"]
+    whole = client.responses.create(**ask, include=include).output[0].content[0]
+    assert "".join(entry.token for entry in whole.logprobs) == whole.text
+    events = list(client.responses.create(**ask, include=include, stream=True))
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [entry.token for entry in done.logprobs] == [entry.token for entry in whole.logprobs]
+
+
 def test_openai_completions_and_models(client):
     completion = client.completions.create(
         model="nano", prompt=["Once upon", "The fox"], max_tokens=5, temperature=0, logprobs=1, echo=True

@@ -62,7 +62,8 @@ def test_the_message_says_what_was_seen_and_what_is_expected(field, value, param
     with pytest.raises(ApiError) as refused:
         validate(ChatBody, MESSAGES | {field: value})
     error = refused.value
-    assert (error.status, error.param, error.code) == (400, param, "field-invalid")
+    code = "field-unknown" if "is no field" in message else "field-invalid"
+    assert (error.status, error.param, error.code) == (400, param, code)
     assert message in error.message and len(error.message) < 200
 
 

@@ -105,6 +105,68 @@ def test_a_context_too_long_is_told_the_option_of_the_server(served):
     assert error["message"].endswith("lower max_tokens, or start the server with a larger --max-context.")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 100_000}, "messages"),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 100_000}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 5000}, "prompt"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 100_000}, "input"),
+        ("/v1/embeddings", {"input": [5] * 5000}, "input"),
+        ("/completion", {"prompt": "Hi", "n_predict": 100_000}, "prompt"),
+        ("/v1/lens", {"token_ids": [5] * 5000}, "token_ids"),
+    ],
+)
+def test_a_context_too_long_names_the_field_of_the_text(served, path, body, field):
+    error = served.post(path, body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logit_bias", {"99999": 1}), ("logit_bias", {"fox": 1}), ("stop_token_ids", [99999])],
+)
+def test_a_token_that_the_model_lacks_names_the_field(served, field, value):
+    error = served.post("/v1/chat/completions", {**ASK, field: value}).json()["error"]
+    assert error["param"] == field
+
+
+def test_metrics_count_tokens_while_they_come(served):
+    """A stream is counted up to the tokens that its client has seen, and in the end exactly."""
+    names = ("birkhoff_prompt_tokens_total", "birkhoff_generated_tokens_total")
+    assert served.idle()
+    before = [served.metric(name) for name in names]
+    body = {**ASK, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    seen, checked = 0, False
+    with served.http as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                seen += sum(len(each.get("token_ids", ())) for each in json.loads(line[6:])["choices"])
+            if seen >= 8 and not checked:
+                checked = True
+                prompt, generated = (served.metric(name) - old for name, old in zip(names, before))
+                assert generated >= seen and prompt > 0
+    assert served.idle()
+    assert [served.metric(name) - old for name, old in zip(names, before)] == [prompt, 400] == [prompt, seen]
+
+
+def test_an_empty_prompt_names_its_field(served):
+    assert served.post("/v1/completions", {"prompt": ""}).json()["error"]["param"] == "prompt"
+    assert served.post("/v1/embeddings", {"input": ""}).json()["error"]["param"] == "input"
+
+
+def test_routes_that_can_be_read_answer_head_requests(served):
+    """Monitors and load balancers send them, and Ollama's command to the root."""
+    with served.http as client:
+        for path in ("/", "/health", "/ready", "/version", "/v1/models", "/v1/models/nano", "/api/tags"):
+            head = client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert int(head.headers["content-length"]) > 0
+        assert client.head("/v1/models/other").status_code == 404
+        refused = client.head("/v1/chat/completions")
+        assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+
+
 def test_an_edit_without_a_site_is_told_the_field_of_the_body(served):
     edit = {"op": "add", "vector": [1.0] * 384}
     error = served.post("/v1/chat/completions", {**ASK, "interventions": [edit]}).json()["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import shutil
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 
 from birkhoff.capture.store.reader import read_request
+from birkhoff.convert.convert import convert
 from birkhoff.embedded import EMBEDDED
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 from tests.free_port import free_port
@@ -60,6 +62,14 @@ def test_e5_a_failed_start_prints_one_line(name):
     done = birkhoff("serve", "--port", "0", *flags)
     assert done.returncode == status and not done.stdout, done.stderr
     assert no_trace_of_python(done.stderr) and 0 < len(done.stderr.strip().splitlines()) <= 8
+
+
+def test_e5_a_capture_root_that_cannot_be_written_is_told_before_the_model_is_read(tmp_path):
+    """Reading the checkpoint would fail, after minutes if it is large."""
+    (tmp_path / "file").touch()
+    root = str(tmp_path / "file" / "captures")
+    done = birkhoff("serve", "--port", "0", "--model", str(cut_short(tmp_path)), "--capture-root", root)
+    assert done.returncode == 1 and done.stderr.startswith(b"capture-write  "), done.stderr
 
 
 @pytest.mark.parametrize("broken", [cut_short, missing])
@@ -131,6 +141,32 @@ def test_e4_a_second_signal_does_not_wait(tmp_path):
             assert running.process.wait(300) == 1
 
 
+def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
+    """A stream gets an error event, a whole answer status 503, and the log has no traceback."""
+    body = {"messages": user("Tell me a story."), "max_tokens": 3500, "ignore_eos": True}
+    with serving(tmp_path, "--drain-seconds", "0.2", "--max-requests", "1") as running:
+        lines: list[str] = []
+        with concurrent.futures.ThreadPoolExecutor() as threads, running.http as client:
+            with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+                stream = answer.iter_lines()
+                lines.append(next(stream))
+                waiting = threads.submit(running.post, CHAT, body)
+                while len(running.get("/slots").json()["requests"]) < 2:
+                    time.sleep(0.02)
+                running.process.send_signal(signal.SIGTERM)
+                lines += stream
+            whole = waiting.result()
+        assert running.process.wait(300) == 0
+        assert lines[-2:] == ["data: [DONE]", ""]
+        error = json.loads(lines[-4].removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("overloaded_error", "draining")
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "draining"
+        assert "Traceback" not in running.log.read_text()
+        log = [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
+        noted = {line["status"]: line["note"] for line in log if line["path"] == CHAT}
+        assert noted == {200: "draining", 503: ""}
+
+
 def test_it_is_not_ready_while_loading_and_prints_one_url(tmp_path):
     port = free_port()
     process = subprocess.Popen(
@@ -159,3 +195,13 @@ def test_it_is_not_ready_while_loading_and_prints_one_url(tmp_path):
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_a_conversion_of_nano_answers_as_nano_does(tmp_path):
+    """Without reasoning by default: the model is the same under another name."""
+    convert("nano", tmp_path / "story.gguf", experts="mxfp4", dense="bf16")
+    with serving(tmp_path / "served", model=str(tmp_path / "story.gguf")) as running:
+        answer = running.chat("Tell me a story about a fox.", max_tokens=12)
+        assert running.get("/props").json()["thinks"] is False
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0

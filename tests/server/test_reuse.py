@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.server.conftest import serving
+from tests.server.conftest import serving, user
 
 BOOK = "Once upon a time there was a small boat that wanted to see the other side of the lake. " * 12
 
@@ -25,3 +25,32 @@ def test_a_named_prompt_is_reused_and_survives_a_restart(tmp_path):
     length = answers[0]["usage"]["prompt_tokens"]
     assert known == [0] + [(length - 1) // 128 * 128] * 2 and known[1] >= 128
     assert answers[2]["interp"]["reuse"]["pages_shared"] == known[1] // 128
+
+
+def test_usage_counts_what_was_cached_in_every_api(served):
+    """The cache holds whole pages of 128 tokens of a prompt that was seen before."""
+    book = "A red kite flew over the hill and came down on the roof of a barn. " * 20
+    ask = {"prompt": book, "max_tokens": 2}
+    length = served.post("/v1/completions", ask).json()["usage"]["prompt_tokens"]
+    cached = (length - 1) // 128 * 128
+    assert cached >= 128
+
+    before = served.metric("birkhoff_cached_tokens_total")
+    usage = served.post("/v1/completions", {**ask, "prompt": ["Hi", book, book], "n": 2}).json()["usage"]
+    short = usage["prompt_tokens"] - 2 * length
+    assert 0 < short < 8 and usage["prompt_tokens_details"]["cached_tokens"] == 2 * cached
+    assert usage["completion_tokens"] == 12 and usage["total_tokens"] == short + 2 * length + 12
+    assert served.metric("birkhoff_cached_tokens_total") == before + 4 * cached  # two choices for each prompt
+
+    answer = served.post("/completion", {"prompt": book, "n_predict": 2}).json()
+    assert (answer["tokens_evaluated"], answer["tokens_cached"]) == (length, cached)
+    assert (answer["timings"]["cache_n"], answer["timings"]["prompt_n"]) == (cached, length - cached)
+
+    chat = {"messages": user(book), "max_tokens": 2}
+    counted = served.post("/v1/messages/count_tokens", {"messages": user(book)}).json()["input_tokens"]
+    for first in (True, False):
+        usage = served.post("/v1/messages", chat).json()["usage"]
+        read = 0 if first else (counted - 1) // 128 * 128
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (counted - read, read)
+    last = served.events("/v1/messages", chat)[-2]["usage"]
+    assert (last["input_tokens"], last["cache_read_input_tokens"]) == (counted - read, read)

@@ -280,6 +280,14 @@ def test_a_value_that_is_not_json_becomes_a_string():
     ]
 
 
+def test_half_of_a_surrogate_pair_is_not_json():
+    """Python's parser takes it, but no encoder of UTF-8 does: the value becomes a string that spells it."""
+    parsed = message_of(tool_block(CALL.replace(">1<", '>"\\ud83d"<') + END))
+    assert json.loads(parsed.tool_calls[0].arguments_json) == {"k": '"\\ud83d"'}
+    whole = message_of(tool_block(CALL.replace(">1<", '>"\\ud83d\\ude00"<') + END))
+    assert json.loads(whole.tool_calls[0].arguments_json) == {"k": "😀"} and whole.problems == ()
+
+
 def test_a_broken_call_ends_incomplete_and_the_rest_is_kept_whole():
     rest = f'\n<{DSML}invoke name="g">oops{CALL}{END} tail'
     events = events_of(split_markers("hi" + tool_block(CALL + rest)))
@@ -296,7 +304,8 @@ def test_an_answer_cut_off_inside_a_call_says_so():
         ToolCallEnd(0, False),
         FormatProblem("the answer ends inside a tool-call block", cut),
     ]
-    assert assemble(events).tool_calls == ()
+    message = assemble(events)
+    assert message.tool_calls == () and message.incomplete_call == ToolCall("f", '{"k": "1')
 
 
 SEGMENTS = st.lists(

@@ -18,6 +18,8 @@ from birkhoff.text.template_answer import (
     call_syntax,
 )
 
+HALF = "\\ud83d"  # of a surrogate pair, as JSON spells it
+
 TOOLS = [
     {
         "type": "function",
@@ -179,3 +181,9 @@ def test_any_text_gives_the_same_message_however_it_is_cut(pieces, calls, reason
 def test_the_format_is_read_from_the_template():
     assert call_syntax("{{ tools }} <tool_call>") is HERMES and call_syntax("{{ tools }}") is LLAMA
     assert call_syntax("[TOOL_CALLS]") is MISTRAL and call_syntax("[TOOL_CALLS] x [ARGS]") is MISTRAL_NAMED
+
+
+def test_half_of_a_surrogate_pair_does_not_reach_the_arguments():
+    """No encoder of UTF-8 takes it: the answer of a server would fail."""
+    call = of(f'<tool_call>{{"name": "weather", "arguments": {{"city": "a{HALF}b"}}}}</tool_call>', HERMES)
+    assert call.tool_calls == (ToolCall("weather", '{"city": "a?b"}'),)

@@ -8,7 +8,7 @@ after Sinkhorn, and nibbles can be permuted in several ways. Nothing is inferred
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,24 +16,11 @@ from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
-from birkhoff.validate.compare import relative_error
+from birkhoff.validate.compare import Explanation, relative_error
 from birkhoff.validate.runs import Fault, ForwardRun, run_model, with_fault
 
-EXPLAINED = 0.02  # share of the difference that may remain for it to count as explained
 CERTAIN = 1e-4  # below this share, no further mistakes are tried
 DISTANCE_SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """`left` is the share of the difference that remains when the mistake is reproduced in form `variant`."""
-
-    name: str
-    variant: str
-    left: float
-    before: float
-    after: float
-    text: str
 
 
 TEXTS = {
@@ -81,7 +68,9 @@ def faults() -> list[tuple[str, Fault]]:
 
 
 def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
-    """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first."""
+    """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first.
+
+    If none does completely, those that leave less than half of the difference."""
     before = distance(plain, other)
     if not before > 0:
         return []
@@ -97,7 +86,7 @@ def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Ex
             )
         if after <= CERTAIN * before:
             break
-    explained = [e for e in explanations.values() if e.left <= EXPLAINED]
+    explained = [e for e in explanations.values() if e.complete]
     return sorted(explained or explanations.values(), key=lambda e: e.left)
 
 

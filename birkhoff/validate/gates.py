@@ -19,6 +19,11 @@ class ToleranceGate:
     mean_kl: float | None
     about: str
 
+    @property
+    def exact(self) -> bool:
+        """Whether every row must agree, except after a tie."""
+        return self.argmax == 1.0
+
 
 GATES = {
     gate.name: gate

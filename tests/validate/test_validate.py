@@ -1,4 +1,4 @@
-"""The validator accepts correct checkpoints and identifies ten broken ports and broken files."""
+"""The validator accepts correct checkpoints and identifies broken ports and broken files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from birkhoff.cli.verbs import app
 from birkhoff.convert.convert import convert
+from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import DataError, OptionError, TokenError
 from birkhoff.validate.compare import compare, layer_stages
 from birkhoff.validate.faults import TEXTS
@@ -39,9 +40,11 @@ def test_a_right_checkpoint_passes_the_oracle(tiny):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_broken_port_is_named(name, tiny, tmp_path):
-    tokens = random_tokens(512, LENGTH)
-    save_goldens(broken_run(name, tiny, tokens), tmp_path / "goldens")
-    result = validate(tiny, goldens=tmp_path / "goldens")
+    # Sinkhorn converges on random weights: one iteration fewer does not show there.
+    path, length = (EMBEDDED / "nano", 60) if name == "sinkhorn-iterations" else (tiny, LENGTH)
+    tokens = random_tokens(512, length)
+    save_goldens(broken_run(name, path, tokens), tmp_path / "goldens")
+    result = validate(path, goldens=tmp_path / "goldens")
     assert not result.ok and result.diverging is not None
     assert [found.name for found in result.explanations] == [name]
     assert result.explanations[0].left < 0.01 and TEXTS[name] in "\n".join(lines(result))

@@ -37,7 +37,12 @@ def validate(
         int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
     ] = 0,
     tokens: Annotated[Path | None, typer.Option(help="JSON file with the list of token ids to run.")] = None,
-    length: Annotated[int, typer.Option(help="Number of random tokens, without --tokens.")] = 192,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of random tokens, without --tokens; default: 194, or up to 512 to make the indexer choose."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
     dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
     against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.")] = None,

@@ -39,8 +39,8 @@ TEXTS = {
     "sink-zero": "the attention sink is zero or missing: every head adds exp(attn_sink) to the sum of its weights",
     "compress-theta": "layers with compressed entries (ratio 4 and 128) rotate with rope_theta instead of "
     "compress_rope_theta",
-    "sinkhorn-iterations": "Sinkhorn runs another number of iterations than hc_sinkhorn_iters; the softmax and one column "
-    "normalisation are the first",
+    "sinkhorn-iterations": "Sinkhorn runs another number of iterations than hc_sinkhorn_iters; the softmax and one "
+    "column normalisation are the first",
     "window-size": "the sliding window is one token off: it holds sliding_window tokens, the query's own included",
     "index-topk": "the indexer keeps another number of blocks than index_topk",
     "route-scale-missing": "the weights of experts are not multiplied by routed_scaling_factor",

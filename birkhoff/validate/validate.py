@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import as_int, check_int
@@ -25,7 +26,8 @@ from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.tensor_ref import TensorRef
 
-LENGTH = 192  # more than one block of 128 and the sliding window of small models, not a multiple of 4
+LENGTH = 194  # more than one block of 128 and the sliding window of small models, not a multiple of 4
+MOST_TOKENS = 512  # a default length grows up to this so that the indexer has to choose
 
 
 def validate(
@@ -37,7 +39,7 @@ def validate(
     save: str | Path | None = None,
     save_form: str = "safetensors",
     tokens: Sequence[int] | None = None,
-    length: int = LENGTH,
+    length: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
     against_dtype: str | None = None,
@@ -46,7 +48,9 @@ def validate(
     explanations: bool = True,
     device: str = "cpu",
 ) -> Comparison | None:
-    """Compare A with exactly one of B, an oracle or goldens. Returns None if goldens were only saved."""
+    """Compare A with exactly one of B, an oracle or goldens. Returns None if goldens were only saved.
+
+    `length`: number of random tokens if neither `tokens` nor goldens give them; default: `default_length`."""
     others = [x for x in (b, oracle, goldens) if x is not None]
     if len(others) > 1 or (not others and save is None):
         raise OptionError(
@@ -54,7 +58,8 @@ def validate(
         )
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
-    check_int("length", length, 1, 1 << 20)
+    if length is not None:
+        check_int("length", length, 1, 1 << 20)
     first = open_checkpoint(locate(a))
     reference = read_goldens(goldens) if goldens is not None else None
     ids = _tokens(first, reference, tokens, length, seed)
@@ -89,6 +94,12 @@ def validate(
     return result
 
 
+def default_length(config: V4Config) -> int:
+    """Return LENGTH, or more tokens if at most MOST_TOKENS suffice for the indexer to leave blocks out."""
+    choosing = 4 * config.index_topk + 34
+    return choosing if LENGTH < choosing <= MOST_TOKENS else LENGTH
+
+
 def _one_is_rounded(first: Checkpoint, second: Checkpoint) -> bool:
     """Whether a tensor is stored in a format that rounds (Q8_0 and other GGUF blocks, F16) on one side only.
 
@@ -107,7 +118,11 @@ def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
 
 
 def _tokens(
-    checkpoint: Checkpoint, reference: ForwardRun | None, tokens: Sequence[int] | None, length: int, seed: int
+    checkpoint: Checkpoint,
+    reference: ForwardRun | None,
+    tokens: Sequence[int] | None,
+    length: int | None,
+    seed: int,
 ) -> list[int]:
     size = checkpoint.config.vocab_size
     if reference is not None:
@@ -117,7 +132,8 @@ def _tokens(
     elif tokens is not None:
         ids = list(tokens)
     else:
-        ids = random_tokens(size, min(length, checkpoint.config.max_position_embeddings), seed)
+        count = default_length(checkpoint.config) if length is None else length
+        ids = random_tokens(size, min(count, checkpoint.config.max_position_embeddings), seed)
     bad = [token for token in ids if as_int(token) is None or not 0 <= token < size]
     if bad or not ids:
         raise TokenError(f"token id {bad[0] if bad else None!r} is outside the vocabulary of {size}.")

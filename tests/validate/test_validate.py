@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from birkhoff.cli.verbs import app
 from birkhoff.convert.convert import convert
+from birkhoff.convert.presets import PRESETS
 from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import DataError, OptionError, TokenError
 from birkhoff.validate.compare import compare, layer_stages
+from birkhoff.validate.divergence import untested_parts
 from birkhoff.validate.faults import TEXTS
 from birkhoff.validate.gates import GATES, find_gate
 from birkhoff.validate.goldens import read_goldens, save_goldens
 from birkhoff.validate.report import headline, lines, to_html
 from birkhoff.validate.runs import ForwardRun, build, random_tokens, run_model
-from birkhoff.validate.validate import validate
+from birkhoff.validate.validate import default_length, validate
 from birkhoff.weights.checkpoint import open_checkpoint
 from tests.validate.broken import broken_run
 from tests.weights.files import edit, edit_config
@@ -331,6 +333,13 @@ def test_what_the_tokens_do_not_reach_is_said(tiny):
     assert validate(tiny, tiny, length=130).notes == []
 
 
+def test_the_default_length_makes_the_indexer_of_nano_choose():
+    nano, flash = open_checkpoint(EMBEDDED / "nano").config, PRESETS["flash"]
+    assert default_length(nano) // 4 > nano.index_topk and untested_parts(nano, default_length(nano)) == []
+    assert default_length(flash) == 194
+    assert ["2052 tokens" in note for note in untested_parts(flash, 194)] == [True]
+
+
 def test_goldens_with_sites_that_are_not_there_are_refused(tiny, tmp_path):
     validate(tiny, save=tmp_path / "made", save_form="npy", length=20)
     (tmp_path / "made/mlp_out.5.npy").rename(tmp_path / "made/mlp_out.6.npy")
@@ -352,8 +361,6 @@ def test_scores_of_the_indexer_may_be_goldens(tiny, tmp_path):
 
 
 def test_stages_reach_every_kind_by_few_layers():
-    from birkhoff.convert.presets import PRESETS
-
     stages = dict(layer_stages(PRESETS["flash"]))
     assert stages["first and last"] == [0, 42] and stages["edges of each kind"] == [0, 1, 2, 3, 41, 42]
     assert stages["all"] == list(range(43))

@@ -8,6 +8,7 @@ mistakes are tried on a side that can be run. Look first at the first diverging 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -27,6 +28,24 @@ from birkhoff.weights.locate import locate
 from birkhoff.weights.tensor_ref import TensorRef
 
 LENGTH = 194  # more than one block of 128 and the sliding window of small models, not a multiple of 4
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "compress_ratios",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "hc_mult",
+)
+NOT_COMPUTED_WITH = (
+    "max_position_embeddings",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "expert_dtype",
+)
 MOST_TOKENS = 512  # a default length grows up to this so that the indexer has to choose
 
 
@@ -72,6 +91,7 @@ def validate(
     against = against_dtype or dtype
     other: Transformer | None = None
     rounded = False
+    settings: list[str] = []
     if reference is not None:
         theirs = reference
     elif oracle is not None:
@@ -79,11 +99,13 @@ def validate(
     else:
         assert b is not None
         second = open_checkpoint(locate(b))
+        settings = _other_settings(first.config, second.config)
         rounded = _one_is_rounded(first, second)
         other = build(second, against, numerics, device)
         theirs = run_model(other, ids, str(b))
     chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
+    result.notes += settings
     if not result.ok and explanations:
         # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
         sides = [(other, theirs, ours)] if other is not None else []
@@ -92,6 +114,21 @@ def validate(
             if result.explanations:
                 break
     return result
+
+
+def _other_settings(first: V4Config, second: V4Config) -> list[str]:
+    """Return notes on values of the configs that differ; models of different sizes are refused."""
+    notes = []
+    for field in fields(V4Config):
+        ours, theirs = getattr(first, field.name), getattr(second, field.name)
+        if not field.compare or field.name in NOT_COMPUTED_WITH or ours == theirs:
+            continue
+        if field.name in SIZES:
+            raise OptionError(
+                f"these models differ in size: {field.name} is {ours} and {theirs}. Compare checkpoints of one model."
+            )
+        notes.append(f"the configs differ: {field.name} is {ours} and {theirs}")
+    return notes
 
 
 def default_length(config: V4Config) -> int:

@@ -340,6 +340,14 @@ def test_the_default_length_makes_the_indexer_of_nano_choose():
     assert ["2052 tokens" in note for note in untested_parts(flash, 194)] == [True]
 
 
+def test_configs_are_compared(tiny, tmp_path):
+    with pytest.raises(OptionError, match="differ in size: vocab_size is 4096 and 512"):
+        validate("nano", tiny)
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    result = validate(edit_config(copy, sliding_window=9), tiny, length=LENGTH)
+    assert not result.ok and "the configs differ: sliding_window is 9 and 8" in lines(result)
+
+
 def test_goldens_with_sites_that_are_not_there_are_refused(tiny, tmp_path):
     validate(tiny, save=tmp_path / "made", save_form="npy", length=20)
     (tmp_path / "made/mlp_out.5.npy").rename(tmp_path / "made/mlp_out.6.npy")

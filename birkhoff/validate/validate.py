@@ -103,7 +103,8 @@ def validate(
         rounded = _one_is_rounded(first, second)
         other = build(second, against, numerics, device)
         theirs = run_model(other, ids, str(b))
-    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded)
+    other_code = other is None and numerics == "released"
+    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded, other_code)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
     result.notes += settings
     if not result.ok and explanations:

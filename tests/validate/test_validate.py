@@ -121,6 +121,12 @@ def test_rounded_weights_are_held_to_the_gate_of_their_format(tmp_path):
     assert validate("nano", "nano", length=8).gate.name == "float32"
 
 
+def test_a_port_that_rounds_activations_is_held_to_the_gate_of_the_release(tiny, tmp_path):
+    validate(tiny, save=tmp_path / "made", numerics="released", length=40)
+    assert validate(tiny, goldens=tmp_path / "made", numerics="released").gate.name == "released"
+    assert validate(tiny, tiny, numerics="released", length=40).gate.name == "float32"
+
+
 def test_bfloat16_is_held_to_its_own_gate(tiny):
     result = validate(tiny, tiny, dtype="bfloat16", against_dtype="float32", length=LENGTH)
     print(lines(result)[-1], result.logits)

@@ -38,9 +38,8 @@ class WriteResult:
     seconds: float = 0.0
     resumed_units: int = 0
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part -> sha256
-    rounding: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # class -> values, changed, worst relative, worst
+    # By class: count of values, count changed, largest relative change, largest change.
+    rounding: dict[str, list[float]] = field(default_factory=dict)
 
 
 def journal_path(destination: Path) -> Path:

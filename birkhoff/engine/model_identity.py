@@ -31,9 +31,8 @@ def model_identity(model: Transformer, version: int = 1) -> bytes:
         tensor = destination.tensor.detach()
         digest.update(f"{destination.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())
     for name, stack in model.named_expert_stacks():
-        for expert, matrices in enumerate(
-            stack.mapped or ()
-        ):  # a sample: reading all of a mapped file takes too long
+        # A sample: reading all of a mapped file takes too long.
+        for expert, matrices in enumerate(stack.mapped or ()):
             sums = [_sums(matrix.codes.view(-1)[:_SAMPLE_BYTES]) for matrix in matrices]
             digest.update(f"{name}.{expert} {sums}".encode())
     return digest.digest()

@@ -100,22 +100,14 @@ def validate(
         rows = _compare_answers(a, b, answers)
         report["answers"] = [vars(row) for row in rows]
         ok = ok and all(row.ok for row in rows)
-        for row in rows if not json else ():
-            gap = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
-            typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{gap}")
+        if not json:
+            _print_answers(rows)
     if official is not None:
         steps = _check_official(a, official)
         report["official"] = steps
-        wrong = [row for row in steps if row["judged"] and not row["ok"]]
-        ok = ok and not wrong
+        ok = ok and all(row["ok"] for row in steps if row["judged"])
         if not json:
-            judged = [row for row in steps if row["judged"]]
-            typer.echo(f"official vectors: {len(judged) - len(wrong)} of {len(judged)} steps hold")
-            for case in dict.fromkeys(row["case"] for row in steps):
-                of_case = [row for row in steps if row["case"] == case]
-                held = sum(row["ok"] for row in of_case)
-                note = "" if of_case[0]["judged"] else " (not judged: hosted API and released code differ)"
-                typer.echo(f"  {case}: {held} of {len(of_case)}{note}")
+            _print_official(steps)
     if json:
         typer.echo(json_module.dumps({"ok": ok, **report}))
     if not ok:
@@ -153,3 +145,19 @@ def _check_official(a: str, path: Path) -> list[dict[str, Any]]:
     with load(a) as engine:
         steps = check_vectors(engine, cases, prompts if prompts.is_dir() else path.parent)
     return [{**vars(row), "ok": row.ok, "judged": row.judged} for row in steps]
+
+
+def _print_answers(rows: list[GreedyResult]) -> None:
+    for row in rows:
+        gap = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
+        typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{gap}")
+
+
+def _print_official(steps: list[dict[str, Any]]) -> None:
+    judged = [row for row in steps if row["judged"]]
+    typer.echo(f"official vectors: {sum(row['ok'] for row in judged)} of {len(judged)} steps hold")
+    for case in dict.fromkeys(row["case"] for row in steps):
+        of_case = [row for row in steps if row["case"] == case]
+        held = sum(row["ok"] for row in of_case)
+        note = "" if of_case[0]["judged"] else " (not judged: hosted API and released code differ)"
+        typer.echo(f"  {case}: {held} of {len(of_case)}{note}")

@@ -33,8 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class ClassRounding:
-    """Effect of rounding on one class of tensors; `worst_relative` is relative to the
-    largest magnitude of a unit."""
+    """Effect of rounding on one class of tensors; `worst_relative` is relative to the largest magnitude of a unit."""
 
     values: int = 0
     changed: int = 0

@@ -6,6 +6,7 @@ at the sites computed after it. Everything before the tie is compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -100,8 +101,9 @@ class Comparison:
         return judged and not flips and self.diverging is None and (self.logits is None or self.logits.ok)
 
     def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON; a number that is not finite becomes None."""
         first = self.diverging
-        return {
+        fields = {
             "ok": self.ok,
             "first": self.first,
             "second": self.second,
@@ -117,6 +119,17 @@ class Comparison:
             "notes": self.notes,
             "sites": [asdict(row) for row in self.sites],
         }
+        finite: dict[str, Any] = _finite(fields)
+        return finite
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare(
@@ -132,7 +145,7 @@ def compare(
             f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
             "the same. Give both the same token ids."
         )
-    _check_known(first, second)
+    _check_sites(first, second)
     rows = len(first.tokens)
     choices = selection_differences(
         first, second, biases or {}, None if config is None else config.index_topk
@@ -183,24 +196,31 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / size if size else float(a.norm())
 
 
-def _check_known(first: ForwardRun, second: ForwardRun) -> None:
-    """Refuse a reference with values that the first run does not have, such as layers counted from 1."""
-    if not first.sites:
-        return
-    unknown = [key for key in second.sites if key not in first.sites]
-    if unknown:
-        site, layer = min(unknown, key=computation_order)
-        layers = sorted(own for name, own in first.sites if name == site)
-        has = f"it at layers {', '.join(map(str, layers))}" if layers else "no such values"
-        raise OptionError(f"{second.label} holds {site} of layer {layer}, {first.label} has {has}.")
+def _check_sites(first: ForwardRun, second: ForwardRun) -> None:
+    """Refuse a reference with other shapes, or with values that the first run does not have, such as layers counted
+    from 1."""
+    for key in sorted(second.sites, key=computation_order) if first.sites else ():
+        site, layer = key
+        if key not in first.sites:
+            layers = sorted(own for name, own in first.sites if name == site)
+            has = f"it at layers {', '.join(map(str, layers))}" if layers else "no such values"
+            raise OptionError(f"{second.label} holds {site} of layer {layer}, {first.label} has {has}.")
+        _check_shape(
+            f"{site} of layer {layer}", first.sites[key], second.sites[key], first.label, second.label
+        )
+    if first.logits is not None and second.logits is not None:
+        _check_shape("logits", first.logits, second.logits, first.label, second.label)
+
+
+def _check_shape(name: str, ours: torch.Tensor, theirs: torch.Tensor, first: str, second: str) -> None:
+    if ours.shape != theirs.shape:
+        raise OptionError(
+            f"{second} has {name} of shape {tuple(theirs.shape)}, expected {tuple(ours.shape)} as in {first}."
+        )
 
 
 def _comparable(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values to compare: those of the site, of `moe_topk` the weight of every expert."""
-    if a.shape[1:] != b.shape[1:]:
-        raise OptionError(
-            f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size."
-        )
     if key[0] != "moe_topk":
         return a, b
     count = 1 + int(max(a[..., 0].max(), b[..., 0].max()))
@@ -223,8 +243,6 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> LogitsComparison:
-    if a.shape != b.shape:
-        raise OptionError(f"logits are {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
     a, b = a[:rows].double(), b[:rows].double()
     per_row = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-300)
     count = min(20, a.shape[-1])
@@ -269,7 +287,9 @@ def _stages(sites: list[SiteComparison], config: V4Config) -> list[dict[str, Any
     out = []
     for name, layers in layer_stages(config):
         rows = [row for row in sites if row.layer in layers]
-        worst = max(rows, key=lambda row: row.rel_rmse, default=None)
+        worst = max(
+            rows, key=lambda row: math.inf if math.isnan(row.rel_rmse) else row.rel_rmse, default=None
+        )
         if worst is not None:
             where = f"{worst.site}[{worst.layer}]"
             out.append(

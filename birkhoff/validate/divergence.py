@@ -62,6 +62,8 @@ def describe(
     if config is not None:
         kind = None if BY_NAME[site].once else _kind(config, layer)
         hint = None if first_row is None else row_hint(config, layer, first_row)
+    if first_row is not None and not bool((a[first_row] - b[first_row]).isfinite().all()):
+        hint = "it holds values that are not finite"
     about = ABOUT.get(site, BY_NAME[site].doc)
     return Divergence(site, layer, about, kind, last_agreeing, first_row, len(outside), len(a), hint)
 

@@ -73,11 +73,13 @@ def explained(explanation: Explanation) -> str:
 
 def sparkline(rows: Sequence[SiteComparison]) -> str:
     """Return one bar per layer, from 1e-9 to 1."""
-    out = []
-    for row in rows:
-        height = 8 * (1 - math.log10(min(max(row.rel_rmse, FLOOR), 1.0)) / math.log10(FLOOR))
-        out.append(_BARS[min(7, max(0, int(height)))])
-    return "".join(out)
+    return "".join(_BARS[min(7, int(8 * (1 - _depth(row.rel_rmse))))] for row in rows)
+
+
+def _depth(error: float) -> float:
+    """Return where an error is on the logarithmic scale: 0 for 1 and above, or not a number; 1 for FLOOR and below."""
+    shown = min(max(error, FLOOR), 1.0) if error == error else 1.0
+    return math.log10(shown) / math.log10(FLOOR)
 
 
 def to_html(result: Comparison) -> str:
@@ -129,7 +131,7 @@ def plot(result: Comparison) -> str:
         return left + (width - left - 12) * layers.index(layer) / span
 
     def y(error: float) -> float:
-        return top + (height - top) * math.log10(min(max(error, FLOOR), 1.0)) / math.log10(FLOOR)
+        return top + (height - top) * _depth(error)
 
     parts = [f'<svg viewBox="0 0 {width} {height + 60}" role="img" aria-label="relative error by layer">']
     for power in range(0, -10, -1):

@@ -354,11 +354,42 @@ def test_configs_are_compared(tiny, tmp_path):
     assert not result.ok and "the configs differ: sliding_window is 9 and 8" in lines(result)
 
 
+def test_a_port_that_computes_nan_is_reported(tiny, tmp_path):
+    made = tmp_path / "made"
+    validate(tiny, save=made, save_form="npy", length=60)
+    for name in ("mlp_out.3", "logits"):
+        array = np.load(made / f"{name}.npy")
+        array[7:] = np.nan
+        np.save(made / f"{name}.npy", array)
+    result = validate(tiny, goldens=made)
+    text = lines(result)
+    assert (
+        not result.ok
+        and "53 of 60 rows are outside, the first is row 7: it holds values that are not finite" in text
+    )
+    assert any(line.startswith("mlp_out ") and "█" in line for line in text) and "<svg" in to_html(result)
+    report = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert report["diverging"] == "mlp_out[3]" and report["logits"]["rel_rmse"] is None
+
+
 def test_goldens_with_sites_that_are_not_there_are_refused(tiny, tmp_path):
     validate(tiny, save=tmp_path / "made", save_form="npy", length=20)
     (tmp_path / "made/mlp_out.5.npy").rename(tmp_path / "made/mlp_out.6.npy")
     with pytest.raises(OptionError, match=r"holds mlp_out of layer 6.*has it at layers 0, 1, 2, 3, 4, 5"):
         validate(tiny, goldens=tmp_path / "made")
+
+
+def test_goldens_of_another_shape_are_refused(tiny, tmp_path):
+    made = tmp_path / "made"
+    validate(tiny, save=made, save_form="npy", length=20)
+    streams = np.load(made / "mhc_streams_pre_attn.2.npy")
+    np.save(made / "mhc_streams_pre_attn.2.npy", streams.reshape(20, -1))
+    with pytest.raises(OptionError, match=r"of layer 2 of shape \(20, 256\), expected \(20, 4, 64\)"):
+        validate(tiny, goldens=made)
+    np.save(made / "mhc_streams_pre_attn.2.npy", streams)
+    np.save(made / "logits.npy", np.load(made / "logits.npy")[:, :500])
+    with pytest.raises(OptionError, match=r"logits of shape \(20, 500\), expected \(20, 512\)"):
+        validate(tiny, goldens=made)
 
 
 def test_scores_of_the_indexer_may_be_goldens(tiny, tmp_path):

@@ -7,7 +7,7 @@ at the sites computed after it. Everything before the tie is compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -151,26 +151,9 @@ def compare(
         first, second, biases or {}, None if config is None else config.index_topk
     )
     ties = [choice for choice in choices if choice.verdict == "tie"] if gate.exact else []
-    notes = [
-        f"{tie.selected} of layer {tie.layer} tie at row {tie.first}: what is computed from them is not compared from "
-        "that row on"
-        for tie in ties
-    ]
     kept = min([rows, *(tie.first for tie in ties)])
-    if not kept:
-        notes.append("the tie leaves nothing to compare: run other tokens (--seed)")
-    sites: list[SiteComparison] = []
-    divergence = None
-    for key in sorted(second.sites, key=computation_order):
-        count = judged_rows(ties, key, rows)
-        if key not in first.sites or not count:
-            continue
-        a, b = _comparable(key, first.sites[key][:count], second.sites[key][:count])
-        row = _site_row(key, a, b, gate)
-        if not row.ok and divergence is None:
-            agreeing = f"{sites[-1].site}[{sites[-1].layer}]" if sites else None
-            divergence = describe(key, a, b, gate.site or 0.0, agreeing, config)
-        sites.append(row)
+    notes = _tie_notes(ties, kept)
+    sites, divergence = _compare_sites(first, second, ties, gate, config)
     missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
     if config is not None:
         notes += untested_parts(config, rows)
@@ -187,6 +170,38 @@ def compare(
     return Comparison(
         first.label, second.label, gate, rows, kept, sites, logits, choices, stages, divergence, notes=notes
     )
+
+
+def _tie_notes(ties: Sequence[SelectionDifference], kept: int) -> list[str]:
+    notes = [
+        f"{tie.selected} of layer {tie.layer} tie at row {tie.first}: what is computed from them is not compared from "
+        "that row on"
+        for tie in ties
+    ]
+    return notes if kept else [*notes, "the tie leaves nothing to compare: run other tokens (--seed)"]
+
+
+def _compare_sites(
+    first: ForwardRun,
+    second: ForwardRun,
+    ties: Sequence[SelectionDifference],
+    gate: ToleranceGate,
+    config: V4Config | None,
+) -> tuple[list[SiteComparison], Divergence | None]:
+    """Compare the common sites in order of computation, and describe the first that is outside the gate."""
+    sites: list[SiteComparison] = []
+    divergence = None
+    for key in sorted(second.sites, key=computation_order):
+        count = judged_rows(ties, key, len(first.tokens))
+        if key not in first.sites or not count:
+            continue
+        a, b = _comparable(key, first.sites[key][:count], second.sites[key][:count])
+        row = _site_row(key, a, b, gate)
+        if not row.ok and divergence is None:
+            agreeing = f"{sites[-1].site}[{sites[-1].layer}]" if sites else None
+            divergence = describe(key, a, b, gate.site or 0.0, agreeing, config)
+        sites.append(row)
+    return sites, divergence
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

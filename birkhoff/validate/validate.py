@@ -79,7 +79,10 @@ def validate(
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
     if length is not None:
         check_int("length", length, 1, 1 << 20)
+    requested_gate = find_gate(gate) if gate is not None else None
     first = open_checkpoint(locate(a))
+    second = open_checkpoint(locate(b)) if b is not None else None
+    settings = _other_settings(first.config, second.config) if second is not None else []
     reference = read_goldens(goldens) if goldens is not None else None
     ids = _tokens(first, reference, tokens, length, seed)
     model = build(first, dtype, numerics, device)
@@ -91,29 +94,25 @@ def validate(
     against = against_dtype or dtype
     other: Transformer | None = None
     rounded = False
-    settings: list[str] = []
     if reference is not None:
         theirs = reference
     elif oracle is not None:
         theirs, against = run_oracle(first, ids), "float32"
     else:
-        assert b is not None
-        second = open_checkpoint(locate(b))
-        settings = _other_settings(first.config, second.config)
+        assert second is not None
         rounded = _one_is_rounded(first, second)
         other = build(second, against, numerics, device)
         theirs = run_model(other, ids, str(b))
     other_code = other is None and numerics == "released"
-    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded, other_code)
+    chosen = requested_gate or default_gate(dtype, against, rounded, other_code)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
     result.notes += settings
     if not result.ok and explanations:
         # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
         sides = [(other, theirs, ours)] if other is not None else []
         for runnable, plain, target in [*sides, (model, ours, theirs)]:
-            result.explanations = explain(runnable, plain, target)
-            if result.explanations:
-                break
+            if not any(explanation.complete for explanation in result.explanations):
+                result.explanations = explain(runnable, plain, target) or result.explanations
     return result
 
 

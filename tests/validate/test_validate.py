@@ -16,7 +16,7 @@ from birkhoff.cli.verbs import app
 from birkhoff.convert.convert import convert
 from birkhoff.convert.presets import PRESETS
 from birkhoff.embedded import EMBEDDED
-from birkhoff.errors import DataError, OptionError, TokenError
+from birkhoff.errors import CheckpointError, DataError, OptionError, TokenError
 from birkhoff.validate.compare import compare, layer_stages
 from birkhoff.validate.divergence import untested_parts
 from birkhoff.validate.faults import TEXTS
@@ -347,6 +347,11 @@ def test_the_default_length_makes_the_indexer_of_nano_choose():
 
 
 def test_configs_are_compared(tiny, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):  # before A runs and is saved
+        validate(tiny, tmp_path / "nothing", save=tmp_path / "made")
+    with pytest.raises(OptionError, match="gate is 'loose'"):
+        validate(tiny, tiny, save=tmp_path / "made", gate="loose")
+    assert not (tmp_path / "made").exists()
     with pytest.raises(OptionError, match="differ in size: vocab_size is 4096 and 512"):
         validate("nano", tiny)
     copy = Path(shutil.copytree(tiny, tmp_path / "copy"))

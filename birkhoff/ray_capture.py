@@ -57,9 +57,8 @@ class HarvestActor:
                     source=self._job["source"],
                     skip_bad=self._job["skip_bad"],
                 ).to_json()
-            except (
-                BirkhoffError
-            ) as error:  # sent as data: Ray would wrap it, and the caller expects our classes
+            # Sent as data: Ray would wrap it, and the caller expects our classes.
+            except BirkhoffError as error:
                 report = {"error": [type(error).__name__, str(error)]}
             numbers.append(int(number))
             reports.append(json.dumps(report))

@@ -86,3 +86,9 @@ def test_forms_of_the_table_are_lines_that_run():
     ours = [re.fullmatch(r"\| .* \| `([^`]+)` \|", line) for line in rows]
     assert len(rows) > 30 and all(ours)
     assert not [match[1] for match in ours if match[1] not in code]
+
+
+@pytest.mark.parametrize("name", [name for name in birkhoff.__all__ if callable(getattr(birkhoff, name))])
+def test_exported_names_have_a_docstring_of_their_own(name):
+    text = getattr(birkhoff, name).__doc__ or ""
+    assert text and not text.startswith(f"{name}("), "a dataclass without a docstring gets its signature"

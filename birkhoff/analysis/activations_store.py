@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from birkhoff.text.prompts import Prompt
 
 MAX_ROW_BYTES = 8 << 30  # of rows that are in flight, besides the buffer
-STEPS_IN_FLIGHT = (
-    4  # as many tokens as so many steps take: enough that the engine never waits for the next text
-)
+# Texts are read ahead for this many steps, so that the engine never waits for the next one.
+STEPS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, eq=False)

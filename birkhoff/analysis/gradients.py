@@ -51,9 +51,8 @@ class SiteTensors:
             tensors = (change(tensors[0]),) * len(tensors) if same else tuple(map(change, tensors))
         if key not in self._keys:
             return tensors
-        if key[0].endswith(
-            "_mix"
-        ):  # streams were read with these weights already: the same tensor, not a copy
+        # Streams were read with these weights already: the same tensor, not a copy.
+        if key[0].endswith("_mix"):
             self.parts.setdefault(key, tensors[:1])
             return tensors
         nodes = tuple(_node(tensor) for tensor in (tensors[:1] if same else tensors))

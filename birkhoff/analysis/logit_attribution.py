@@ -180,9 +180,8 @@ def _v4_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> di
     routed: list[dict[int | str, float]] = [{} for _ in range(count)]
     rest = torch.zeros(streams, dtype=torch.float64)
     after = row("mhc_streams_final", -1)
-    rest += (
-        logit - float(share @ (after @ direction))
-    ) / streams  # rounding of merge, norm and head, and edits there
+    # Rounding of merge, norm and head, and edits there.
+    rest += (logit - float(share @ (after @ direction))) / streams
     for layer in reversed(range(count)):
         block = model.blocks()[layer]
         for name, hook, output, terms in (
@@ -220,9 +219,8 @@ def _head_products(block: Block, heads: torch.Tensor, direction: torch.Tensor) -
     attn = block.attn
     latent = attn.wo_b.dense().double().T @ direction  # [groups * rank]
     first = attn.wo_a.dense().double().view(attn.groups, attn.group_rank, -1)
-    back = torch.einsum(
-        "gr,gri->gi", latent.view(attn.groups, attn.group_rank), first
-    )  # [groups, heads / groups * c]
+    # -> [groups, heads / groups * c]
+    back = torch.einsum("gr,gri->gi", latent.view(attn.groups, attn.group_rank), first)
     products: torch.Tensor = (heads.double() * back.view(attn.heads, attn.head_dim)).sum(-1)
     return products
 
@@ -322,8 +320,7 @@ def _ordinary_heads(
     count = model.config.num_attention_heads
     module = model.layers[layer].get_submodule(model.points["attn_z"].module)
     weight = module.weight.double()
-    back = (
-        weight.T @ direction if hasattr(module, "in_features") else weight @ direction
-    )  # Conv1D is [in, out]
+    # Conv1D is [in, out].
+    back = weight.T @ direction if hasattr(module, "in_features") else weight @ direction
     products: torch.Tensor = (recorded["attn_z", layer][at].double() * back).view(count, -1).sum(-1)
     return products

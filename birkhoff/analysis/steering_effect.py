@@ -155,7 +155,6 @@ def measure_effect(
     requests: Sequence[str],
     measure: ScoreFunction,
     seeds: int,
-    scale: float = 1.0,
     plain: Sequence[ScoredAnswer] | None = None,
     **sampling: Any,
 ) -> tuple[list[Condition], list[ScoredAnswer]]:
@@ -168,7 +167,7 @@ def measure_effect(
         ("random", random_like(vector), 1),
         ("opposite", vector, -1),
     ):
-        steer = [Add(used, scale=sign * scale)]
+        steer = [Add(used, scale=sign)]
         losses = None if name == "steered" else len(requests)  # a sample is enough for the control conditions
         answers = score_answers(engine, requests, seeds, measure, steer, losses=losses, **sampling)
         conditions.append(compare_answers(name, answers, plain))

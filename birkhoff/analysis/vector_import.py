@@ -99,9 +99,8 @@ def _safetensors(path: Path) -> SteeringVector | dict[str, torch.Tensor]:
 def _torch_file(path: Path) -> dict[Any, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # whatever a damaged file provokes: UnpicklingError, RuntimeError, IndexError, ...
+    # Whatever a damaged file provokes: UnpicklingError, RuntimeError, IndexError, ...
+    except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise VectorFileError(
             f"{path} holds more than plain tensors, or is no such file ({first}). Save a dictionary of tensors."

@@ -1,9 +1,8 @@
 """Baselines with a common interface: the engine, the bare model, and Hugging Face `transformers`.
 
 `prefill(prompts)` processes a batch of prompts and returns the greedy next token of each; `step(tokens)` takes those
-and
-returns the next. Each baseline keeps its own cache in between and is called as in normal use: ours through `EngineCore`
-or `Transformer.run`, `transformers` through `from_pretrained` with its cache, under `inference_mode`.
+and returns the next. Each baseline keeps its own cache in between and is called as in normal use: ours through
+`EngineCore` or `Transformer.run`, `transformers` through `from_pretrained` with its cache, under `inference_mode`.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 
-TOLERANCE = (
-    0.02  # relative to the norm of the logits; both paths round to bfloat16 about forty times per layer
-)
+# Relative to the norm of the logits; both paths round to bfloat16 about forty times per layer.
+TOLERANCE = 0.02
 
 
 def device_facts(device: torch.device) -> Row:

@@ -110,9 +110,8 @@ class KernelTimes:
 
     def work(self, requests: Sequence[Request]) -> float:
         """Seconds that the kernels need for all prompts and answers."""
-        lengths = sorted(
-            request.max_tokens - 1 for request in requests
-        )  # the first token comes with the prompt
+        # The first token comes with the prompt.
+        lengths = sorted(request.max_tokens - 1 for request in requests)
         decoding = 0.0
         done = 0
         for index, length in enumerate(lengths):

@@ -269,9 +269,8 @@ def _choices(
             scores = F.softplus(logits).sqrt() + bias
             last = scores.topk(reference[MOE_TOPK.name, layer].shape[1]).values[:, -1:]
             distance = torch.where(selected != expected, (scores - last).abs(), 0.0).amax(-1)
-            near_tie = (distance <= margin) & (
-                selected.sum(-1) == expected.sum(-1)
-            )  # equally many, no duplicates
+            # Equally many, no duplicates.
+            near_tie = (distance <= margin) & (selected.sum(-1) == expected.sum(-1))
             newly_parted = differs if by_stage else differs & ~parted[-1]  # others have different scores
             wide_choices += int((newly_parted & ~near_tie).sum())
             largest_margin = max(

@@ -51,9 +51,8 @@ def generate(
     parsed = parse_steer(steer)
     text = read_prompt(prompt)
     if sampling.get("temperature") != 0:
-        sampling.setdefault(
-            "seed", secrets.randbits(32)
-        )  # printed below, so that the output can be reproduced
+        # Printed below, so that the output can be reproduced.
+        sampling.setdefault("seed", secrets.randbits(32))
     choices = sampling.get("n", 1)
     with open_engine(load_options, min(choices, MAX_REQUESTS)) as engine:
         if "seed" in sampling:

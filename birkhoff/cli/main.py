@@ -43,9 +43,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Every exception is converted to a status here."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # never fail on a locale that cannot encode the text
+            # Never fail on a locale that cannot encode the text.
+            stream.reconfigure(errors="backslashreplace")
     status: object
     try:
         words = translate(sys.argv[1:] if arguments is None else arguments, print_status)
@@ -79,9 +78,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report_os_error(error: OSError) -> int:
-    if not isinstance(
-        error, BrokenPipeError
-    ):  # a reader that closed the pipe early is not an error to report
+    # A reader that closed the pipe early is not an error to report.
+    if not isinstance(error, BrokenPipeError):
         prefix = f"{error.filename}: " if error.filename else ""
         print_error("system", f"{prefix}{error.strerror or error}")
     return 1

@@ -37,7 +37,12 @@ def validate(
         int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
     ] = 0,
     tokens: Annotated[Path | None, typer.Option(help="JSON file with the list of token ids to run.")] = None,
-    length: Annotated[int, typer.Option(help="Number of random tokens, without --tokens.")] = 192,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of random tokens, without --tokens; default: 194, or up to 512 to make the indexer choose."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
     dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
     against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.")] = None,
@@ -95,22 +100,14 @@ def validate(
         rows = _compare_answers(a, b, answers)
         report["answers"] = [vars(row) for row in rows]
         ok = ok and all(row.ok for row in rows)
-        for row in rows if not json else ():
-            gap = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
-            typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{gap}")
+        if not json:
+            _print_answers(rows)
     if official is not None:
         steps = _check_official(a, official)
         report["official"] = steps
-        wrong = [row for row in steps if row["judged"] and not row["ok"]]
-        ok = ok and not wrong
+        ok = ok and all(row["ok"] for row in steps if row["judged"])
         if not json:
-            judged = [row for row in steps if row["judged"]]
-            typer.echo(f"official vectors: {len(judged) - len(wrong)} of {len(judged)} steps hold")
-            for case in dict.fromkeys(row["case"] for row in steps):
-                of_case = [row for row in steps if row["case"] == case]
-                held = sum(row["ok"] for row in of_case)
-                note = "" if of_case[0]["judged"] else " (not judged: hosted API and released code differ)"
-                typer.echo(f"  {case}: {held} of {len(of_case)}{note}")
+            _print_official(steps)
     if json:
         typer.echo(json_module.dumps({"ok": ok, **report}))
     if not ok:
@@ -148,3 +145,19 @@ def _check_official(a: str, path: Path) -> list[dict[str, Any]]:
     with load(a) as engine:
         steps = check_vectors(engine, cases, prompts if prompts.is_dir() else path.parent)
     return [{**vars(row), "ok": row.ok, "judged": row.judged} for row in steps]
+
+
+def _print_answers(rows: list[GreedyResult]) -> None:
+    for row in rows:
+        gap = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
+        typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{gap}")
+
+
+def _print_official(steps: list[dict[str, Any]]) -> None:
+    judged = [row for row in steps if row["judged"]]
+    typer.echo(f"official vectors: {sum(row['ok'] for row in judged)} of {len(judged)} steps hold")
+    for case in dict.fromkeys(row["case"] for row in steps):
+        of_case = [row for row in steps if row["case"] == case]
+        held = sum(row["ok"] for row in of_case)
+        note = "" if of_case[0]["judged"] else " (not judged: hosted API and released code differ)"
+        typer.echo(f"  {case}: {held} of {len(of_case)}{note}")

@@ -8,9 +8,11 @@ so it is repeatable.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 
+from birkhoff.convert.write import ClassRounding
 from birkhoff.errors import ConvertError
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.inspect import tensor_class
@@ -21,7 +23,7 @@ ROW_RANGES = 4
 EXPERTS_PER_LAYER = 3
 
 
-def check_output(source: Checkpoint, output: Checkpoint, rounding: dict[str, list[float]]) -> int:
+def check_output(source: Checkpoint, output: Checkpoint, rounding: Mapping[str, ClassRounding]) -> int:
     """Return the number of tensors compared; raise ConvertError for the first that differs."""
     compared = 0
     for tensor in model_tensors(output.config):
@@ -29,7 +31,7 @@ def check_output(source: Checkpoint, output: Checkpoint, rounding: dict[str, lis
             continue
         compared += 1
         kind = tensor_class(tensor.name)
-        tolerance = rounding.get(kind, [0, 0, 0.0, 0.0])[3]
+        tolerance = rounding[kind].worst if kind in rounding else 0.0
         for start, stop in _ranges(tensor):
             expected = tensor_values(source, tensor, start, stop)
             actual = tensor_values(output, tensor, start, stop)

@@ -114,7 +114,7 @@ def convert(
         notices=[*source.notices, *plan.notices],
         seconds=round(result.seconds, 3),
         resumed_units=result.resumed_units,
-        rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in result.rounding.items()},
+        rounding={kind: rounding.to_json() for kind, rounding in result.rounding.items()},
         checked=checked,
     )
 

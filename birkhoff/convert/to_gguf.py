@@ -47,9 +47,8 @@ MAX_KEPT_SCALE_BYTES = 64 << 20
 _FILE_TYPE = {"MXFP4": 38, "BF16": 32, "F32": 0}  # ggml's id of the type that most of the file has
 _U16, _I32 = 2, 5
 
-Item = tuple[
-    TensorRow, list[tuple[str, Produce, int]]
-]  # a tensor, and (source name, producer, file order) per part
+# A tensor, and (source name, producer, file order) per part.
+Item = tuple[TensorRow, list[tuple[str, Produce, int]]]
 
 
 class GGUFPlan:

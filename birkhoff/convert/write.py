@@ -34,15 +34,33 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
+class ClassRounding:
+    """Effect of rounding on one class of tensors; `worst_relative` is relative to the largest magnitude of a unit."""
+
+    values: int = 0
+    changed: int = 0
+    worst_relative: float = 0.0
+    worst: float = 0.0
+
+    def add(self, values: int, changed: int, magnitude: float, error: float) -> None:
+        """Add the row of one unit (`RoundingStats.row`)."""
+        self.values += values
+        self.changed += changed
+        self.worst_relative = max(self.worst_relative, error / magnitude if magnitude else 0.0)
+        self.worst = max(self.worst, error)
+
+    def to_json(self) -> dict[str, float]:
+        return {"numbers": self.values, "changed": self.changed, "worst": self.worst_relative}
+
+
+@dataclass
 class WriteResult:
     """Statistics of a finished conversion."""
 
     seconds: float = 0.0
     resumed_units: int = 0
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part -> sha256
-    rounding: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # class -> values, changed, worst relative, worst
+    rounding: dict[str, ClassRounding] = field(default_factory=dict)  # by class of tensors
 
 
 def journal_path(destination: Path) -> Path:
@@ -260,14 +278,10 @@ def _write_at(handle: int, view: memoryview, offset: int) -> None:
 
 def _summarise(plan: ConversionPlan, finished: dict[int, list[Any]], result: WriteResult) -> None:
     for index, unit in enumerate(plan.units):
-        _, digests, (values, changed, largest, worst) = finished[index]
+        _, digests, rounding = finished[index]
         file = result.hashes.setdefault(plan.files[unit.file].path.name, {})
         file.update({region.name: digest for region, digest in zip(unit.regions, digests)})
-        row = result.rounding.setdefault(unit.kind, [0, 0, 0.0, 0.0])
-        row[0] += values
-        row[1] += changed
-        row[2] = max(row[2], worst / largest if largest else 0.0)
-        row[3] = max(row[3], worst)
+        result.rounding.setdefault(unit.kind, ClassRounding()).add(*rounding)
 
 
 def _publish(plan: ConversionPlan, result: WriteResult) -> None:
@@ -282,9 +296,7 @@ def _publish(plan: ConversionPlan, result: WriteResult) -> None:
         "source": plan.source,
         "source_files": [{"name": path.name, "bytes": path.stat().st_size} for path in plan.source_files],
         "options": plan.options,
-        "rounding": {
-            k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in result.rounding.items()
-        },
+        "rounding": {kind: rounding.to_json() for kind, rounding in result.rounding.items()},
         "sha256": result.hashes,
     }
     directory = plan.destination if plan.texts else plan.destination.parent

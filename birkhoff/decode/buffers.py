@@ -83,15 +83,13 @@ class DecodeBuffers:
         self.o_latent = empty(rows, c.o_groups * c.o_lora_rank, dtype=product_input)
         self.attn_out = empty(rows, d)
         self.router_gate_up = empty(rows, c.n_routed_experts + 2 * inner)
-        self.topk_ids = empty(
-            c.num_hidden_layers + 1, rows, k, dtype=int32
-        )  # of all layers and the MTP block, for the usage counters
+        # Selected experts of all layers and the MTP block, for the usage counters.
+        self.topk_ids = empty(c.num_hidden_layers + 1, rows, k, dtype=int32)
         self.topk_weights = empty(rows, k)
         self.pair_order = empty(2, rows * k, dtype=int32)
         self.expert_slots = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=int32, device=device)
-        self.blocks_done = torch.zeros(
-            1, dtype=int32, device=device
-        )  # thread blocks of a launch that are done
+        # Thread blocks of a launch that are done.
+        self.blocks_done = torch.zeros(1, dtype=int32, device=device)
         self.expert_hidden = empty(rows * k, inner, dtype=product_input)
         self.shared_hidden = empty(rows, inner, dtype=product_input)
         self.expert_out = empty(rows, k + 1, d)

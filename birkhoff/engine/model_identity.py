@@ -15,15 +15,22 @@ import torch
 
 from birkhoff.model.transformer import Transformer
 
+CONTENT_VERSION = 1  # of page files; changes when the same model would store other bytes
 _CHUNK_WORDS = 2**22  # summed at a time
 _SAMPLE_BYTES = 4096  # of every matrix of a mapped expert
 _FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D)
 
 
-def model_identity(model: Transformer, version: int = 1) -> bytes:
-    """The digest of a model; `version` is that of the page file contents."""
+def model_identity(model: Transformer) -> bytes:
+    """The digest of a model and of how it computes."""
     numerics = model.numerics
-    how = [version, str(numerics.dtype), numerics.released, numerics.kernels.name, model.embed.device.type]
+    how = [
+        CONTENT_VERSION,
+        str(numerics.dtype),
+        numerics.released,
+        numerics.kernels.name,
+        model.embed.device.type,
+    ]
     digest = hashlib.blake2b(
         json.dumps([how, dataclasses.asdict(model.config)], default=str).encode(), digest_size=16
     )
@@ -31,9 +38,8 @@ def model_identity(model: Transformer, version: int = 1) -> bytes:
         tensor = destination.tensor.detach()
         digest.update(f"{destination.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())
     for name, stack in model.named_expert_stacks():
-        for expert, matrices in enumerate(
-            stack.mapped or ()
-        ):  # a sample: reading all of a mapped file takes too long
+        # A sample: reading all of a mapped file takes too long.
+        for expert, matrices in enumerate(stack.mapped or ()):
             sums = [_sums(matrix.codes.view(-1)[:_SAMPLE_BYTES]) for matrix in matrices]
             digest.update(f"{name}.{expert} {sums}".encode())
     return digest.digest()

@@ -114,9 +114,8 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._with_snapshot: OrderedDict[bytes, CachedPage] = OrderedDict()  # least recently used first
-        self._partial_lengths: dict[
-            bytes, Counter[int]
-        ] = {}  # by parent key: count of partial pages by length
+        # By parent key: count of partial pages by length.
+        self._partial_lengths: dict[bytes, Counter[int]] = {}
         self._chains: WeakKeyDictionary[Request, _KeyChain] = WeakKeyDictionary()
         pages.on_eviction = self._on_eviction
 

@@ -70,9 +70,8 @@ class Runner:
         self.speculator: Speculator | None = None
         self.graphs: CudaGraphs | None = None  # on a GPU, for decode steps
         self.read_gate: ReadGate | None = None  # while experts are being read: graphs would not wait for them
-        self.boundary_snapshots: dict[
-            Request, list[Snapshot]
-        ] = {}  # taken by the last step at page boundaries
+        # Taken by the last step at page boundaries.
+        self.boundary_snapshots: dict[Request, list[Snapshot]] = {}
         self.hooks = (StepHooks(state.device), StepHooks(state.device))  # the second for the second thread
         self._second_thread = ThreadPoolExecutor(1, "birkhoff-decode")  # starts its thread on first use
         self._page_tables: dict[int, list[int]] = {}  # by slot: the pages in the state's page table

@@ -154,9 +154,8 @@ class Scheduler:
             prefilling.sort(key=lambda r: self._last_prefill[r.running_slot])
         chunks = []
         for index, request in enumerate(prefilling):
-            share = -(
-                -budget // (len(prefilling) - index)
-            )  # rounded up, so that the oldest gets at least one
+            # Rounded up, so that the oldest gets at least one.
+            share = -(-budget // (len(prefilling) - index))
             count = self._chunk_tokens(request, budget if self.batch_invariant else share)
             if count > 0:
                 start = request.num_computed_tokens

@@ -157,9 +157,8 @@ def _check_weights(path: Path) -> None:
         raise CheckpointError(
             f"{path} has no model.safetensors and no shards of it. Download them; other formats are not read."
         )
-    why = stored_codes(
-        read_shards(path, lambda error: None).tensors
-    )  # broken files are Transformers' to report
+    # Broken files are Transformers' to report.
+    why = stored_codes(read_shards(path, lambda error: None).tensors)
     if why is not None:
         raise UnsupportedModel(f"{path}: {why}")
 

@@ -85,9 +85,8 @@ class CaptureLayout:
     def __init__(self, requests: Sequence[RowRequest]):
         self._jobs = [ref(request.job) for request in requests]
         self.rows = [request.rows for request in requests]
-        self.sites_of: list[
-            list[tuple[CaptureSite, int]]
-        ] = []  # per request: its sites, and its first row in each
+        # Per request: its sites, and its first row in each.
+        self.sites_of: list[list[tuple[CaptureSite, int]]] = []
         sites: dict[tuple[Key, bool], CaptureSite] = {}
         for request in requests:
             own_sites = []
@@ -115,9 +114,8 @@ class StepStaging:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.edit_builder = StepEditBuilder(torch.device(device))
-        self.last_edit_tap: BatchTap | None = (
-            None  # the last tap, if it captured nothing: reused while edits stay
-        )
+        # The last tap, if it captured nothing: reused while edits stay.
+        self.last_edit_tap: BatchTap | None = None
         self._layout = CaptureLayout(())
 
     def layout(self, requests: Sequence[RowRequest]) -> CaptureLayout:

@@ -94,9 +94,8 @@ class RowCopyPlan:
             ]
             for row, sites in sorted_requests
         ]
-        self.copies: list[
-            tuple[int, int, int]
-        ] = []  # bytes first .. stop of the buffer, and the offset on the host
+        # Bytes first .. stop of the buffer, and the offset on the host.
+        self.copies: list[tuple[int, int, int]] = []
         for first, stop in sorted(byte_range for ranges in ranges_of for byte_range in ranges):
             if self.copies and first - self.copies[-1][1] <= GAP:
                 last = self.copies[-1]

@@ -133,9 +133,8 @@ class SiteEdit:
     streams: tuple[int, ...] | None = None
     norm_match: bool = False  # add: the vector is scaled to the norm of each row
     post_mix: bool = False  # add: times the live write-out weights, as if the sublayer had produced it
-    low: float | None = (
-        None  # clamp: bounds of the row's component along `vector`, a unit vector; bound: of its entries
-    )
+    # `low` and `high`. Clamp: bounds of the row's component along `vector`, a unit vector; bound: of its entries.
+    low: float | None = None
     high: float | None = None
     positions: tuple[int, ...] | None = None
     entries: tuple[int, ...] | None = None  # of a row: the others keep their bits
@@ -198,9 +197,8 @@ class SiteEdit:
         return whole.flatten()
 
 
-RowEdits = Sequence[
-    tuple[SiteEdit | Splice, list[int]]
-]  # edits of one site and the rows of the step they change
+# Edits of one site and the rows of the step they change.
+RowEdits = Sequence[tuple[SiteEdit | Splice, list[int]]]
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

@@ -161,9 +161,8 @@ class Plan:
     withheld: Callable[[int], None] | None = None  # called with the number of tokens that are kept
     reservations: tuple[Reservation, ...] = ()
     table: TableRows | None = None  # rows for the vectors its edits add; if None, they are added row by row
-    results: RequestResults = field(
-        default_factory=RequestResults
-    )  # what the caller reads when the request has ended
+    # What the caller reads when the request has ended.
+    results: RequestResults = field(default_factory=RequestResults)
 
     @cached_property
     def by_position(self) -> bool:

@@ -243,9 +243,8 @@ def bind(
     if positions.generated is not None:
         part_of_rest = _part(positions.generated, late, f"{path}.generated", without)
     by_ids = part_of_prompt is not None and part_of_prompt.reads_ids
-    if (
-        by_ids and part_of_prompt is not None and not isinstance(prompt, int)
-    ):  # ids are known: decided here, once
+    # Ids are known: decided here, once.
+    if by_ids and part_of_prompt is not None and not isinstance(prompt, int):
         part_of_prompt = _at(part_of_prompt.positions(0, prompt_len, 0, prompt))
     demanded = [
         part.positions(0, prompt_len + max_tokens, 0, None)

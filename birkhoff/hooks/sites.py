@@ -185,10 +185,10 @@ _LAYER_ORDER = (
 )
 SITES: tuple[Site, ...] = tuple(sorted(_LAYER_ORDER, key=lambda site: site.id))
 BY_NAME: dict[str, Site] = {site.name: site for site in SITES}
-_PLACE = {site.name: place for place, site in enumerate(_LAYER_ORDER)}
+_INDEX = {site.name: index for index, site in enumerate(_LAYER_ORDER)}
 
 
 def in_order(key: tuple[str, int]) -> tuple[int, int]:
     """Sorts (hook, layer) by when the tensor is computed."""
     hook, layer = key
-    return layer, _PLACE[hook]
+    return layer, _INDEX[hook]

@@ -114,8 +114,8 @@ class AttentionRows:
         rows = sorted(self._changes)  # the groups are in this order too
         mixed = []
         for queries, own in self._groups(rows, self._changes):
-            found = self._attend(queries, own)
-            mixed.append(found.weights[..., :-1] @ found.values)
+            attention = self._attend(queries, own)
+            mixed.append(attention.weights[..., :-1] @ attention.values)
         at = torch.tensor(rows, device=attended.device)
         phases = self._phases.view(lambda part: part[at])
         new = self._attention.kernels.rotate(torch.cat(mixed).to(attended.dtype), phases, inverse=True)
@@ -149,10 +149,10 @@ class AttentionRows:
         self, rows: Sequence[int], changed: bool, read: Callable[[_Queries, Changes], Iterator[torch.Tensor]]
     ) -> list[torch.Tensor]:
         changes = self._changes if changed else {}
-        found: dict[int, torch.Tensor] = {}
+        by_row: dict[int, torch.Tensor] = {}
         for queries, own in self._groups(sorted(set(rows)), changes):
-            found.update(zip(queries.rows, read(queries, own)))
-        return [found[row] for row in rows]
+            by_row.update(zip(queries.rows, read(queries, own)))
+        return [by_row[row] for row in rows]
 
     def _groups(self, rows: Sequence[int], changes: dict[int, Changes]) -> Iterator[tuple[_Queries, Changes]]:
         """Ascending rows in groups of one chunk with the same changes, close enough to be computed together."""
@@ -244,14 +244,14 @@ class AttentionRows:
         """The entries that each token attends to, [R, E] bool."""
         attention = self._attention
         count = (int(queries.positions[-1]) + 1) // attention.ratio
-        number = torch.arange(count, device=queries.positions.device)
-        visible = number < ((queries.positions + 1) // attention.ratio).unsqueeze(-1)
-        forced = torch.zeros_like(number, dtype=torch.bool)
+        entry = torch.arange(count, device=queries.positions.device)
+        visible = entry < ((queries.positions + 1) // attention.ratio).unsqueeze(-1)
+        forced = torch.zeros_like(entry, dtype=torch.bool)
         for change in changes:
-            visible = visible & ~_in_blocks(change.forbid, number, attention.ratio)
+            visible = visible & ~_in_blocks(change.forbid, entry, attention.ratio)
             if change.ablation == "remove":
-                visible = visible & ~_in_blocks(change.ablate, number, attention.ratio)
-            forced |= _in_blocks(change.force, number, attention.ratio)
+                visible = visible & ~_in_blocks(change.ablate, entry, attention.ratio)
+            forced |= _in_blocks(change.force, entry, attention.ratio)
         if attention.indexer is None or count <= attention.indexer.topk:
             return visible
         scores = self._scores(queries).masked_fill(forced, torch.inf)
@@ -268,11 +268,11 @@ class AttentionRows:
         return index.score(index_queries, self._entries(INDEX, queries).unsqueeze(0), weights)[0]
 
     def _weight_rows(self, queries: _Queries, changes: Changes) -> Iterator[torch.Tensor]:
-        found = self._attend(queries, changes)
+        attended = self._attend(queries, changes)
         ratio = self._attention.ratio
-        sink = torch.tensor([[SINK, SINK]], device=found.weights.device)
-        for weights, window, chosen in zip(found.weights, found.window, found.chosen):
-            tokens = found.first + window.nonzero()
+        sink = torch.tensor([[SINK, SINK]], device=attended.weights.device)
+        for weights, window, chosen in zip(attended.weights, attended.window, attended.chosen):
+            tokens = attended.first + window.nonzero()
             blocks = chosen.nonzero() * ratio
             spans = torch.cat(
                 (torch.cat((tokens, tokens + 1), 1), torch.cat((blocks, blocks + ratio), 1), sink)
@@ -287,14 +287,14 @@ class AttentionRows:
         scores = self._scores(queries)
         for position, own in zip(queries.positions.tolist(), scores):
             count = (position + 1) // self._attention.ratio
-            number = torch.arange(count, device=own.device)
-            yield torch.stack((number.float(), own[:count].float()), dim=1)
+            entry = torch.arange(count, device=own.device)
+            yield torch.stack((entry.float(), own[:count].float()), dim=1)
 
     def _block_rows(self, queries: _Queries, changes: Changes) -> Iterator[torch.Tensor]:
         ratio = self._attention.ratio
         for own in self._chosen(queries, changes):
-            number = own.nonzero()[:, 0]
-            yield torch.stack((number, number * ratio, (number + 1) * ratio), dim=1).float()
+            entry = own.nonzero()[:, 0]
+            yield torch.stack((entry, entry * ratio, (entry + 1) * ratio), dim=1).float()
 
     def _pooling_rows(self, queries: _Queries, changes: Changes) -> Iterator[torch.Tensor]:
         compressor = self._attention.compressor
@@ -333,14 +333,14 @@ def _inside(ranges: Ranges, positions: torch.Tensor) -> torch.Tensor:
 
 def _masked_entries(change: AttentionChange, count: int, ratio: int, device: torch.device) -> torch.Tensor:
     """Which of the first `count` entries a key mask covers, [count] bool."""
-    number = torch.arange(count, device=device)
-    masked = torch.zeros_like(number, dtype=torch.bool)
+    entry = torch.arange(count, device=device)
+    masked = torch.zeros_like(entry, dtype=torch.bool)
     if not ratio or change.mask_entries == "none":
         return masked
-    stop = (number + 1) * ratio
+    stop = (entry + 1) * ratio
     first = (stop - pooled_tokens(ratio)).clamp_min(0)
     if change.mask_entries == "all":
-        covered = torch.zeros_like(number)
+        covered = torch.zeros_like(entry)
         for start, end in change.mask:
             covered += (stop.clamp_max(end) - first.clamp_min(start)).clamp_min(0)
         return covered == stop - first
@@ -349,20 +349,20 @@ def _masked_entries(change: AttentionChange, count: int, ratio: int, device: tor
     return masked
 
 
-def _in_blocks(blocks: Blocks, number: torch.Tensor, ratio: int) -> torch.Tensor:
-    """Which entries, by number, are among the blocks; an entry stands for the tokens of its own block."""
-    found = torch.zeros_like(number, dtype=torch.bool)
+def _in_blocks(blocks: Blocks, entry: torch.Tensor, ratio: int) -> torch.Tensor:
+    """Which entries, by index, are among the blocks; an entry stands for the tokens of its own block."""
+    inside = torch.zeros_like(entry, dtype=torch.bool)
     for each in blocks.numbers:
-        found |= number == each
+        inside |= entry == each
     for start, stop in blocks.tokens:
-        found |= (number * ratio < stop) & ((number + 1) * ratio > start)
-    return found
+        inside |= (entry * ratio < stop) & ((entry + 1) * ratio > start)
+    return inside
 
 
 def _zeroed(entries: torch.Tensor, changes: Changes, ratio: int) -> torch.Tensor:
     """The entries [E, c], zeros where they are ablated to zero."""
-    number = torch.arange(len(entries), device=entries.device)
+    entry = torch.arange(len(entries), device=entries.device)
     for change in changes:
         if change.ablate and change.ablation == "zero":
-            entries = entries.masked_fill(_in_blocks(change.ablate, number, ratio).unsqueeze(-1), 0.0)
+            entries = entries.masked_fill(_in_blocks(change.ablate, entry, ratio).unsqueeze(-1), 0.0)
     return entries

@@ -69,8 +69,7 @@ class Linear(nn.Module):
 
     `fan_out` is the number of rows, or the rows of each stacked matrix by its name in the checkpoint. A packed weight
     is `codes` [out, bytes of a row] of type `code_type` and, for FP8 and FP4, `scale`, whose rows are those of each
-    stacked
-    matrix in turn (FP8: one per 128 rows of the matrix)."""
+    stacked matrix in turn (FP8: one per 128 rows of the matrix)."""
 
     def __init__(
         self, fan_in: int, fan_out: int | dict[str, int], role: Role, numerics: Numerics, packed: bool = False

@@ -72,8 +72,7 @@ class Experts(nn.Module):
     """The stacked matrices of the routed experts; gate (w1) above up (w3).
 
     Packed experts (`types`: of gate and up, of down) are dequantised one at a time, or read by kernels. They may be
-    kept
-    in an `ExpertStore` (`move_to_store`) or in mapped files (`map_files`) instead of the module's own memory."""
+    kept in an `ExpertStore` (`move_to_store`) or in mapped files (`map_files`) instead of the module's own memory."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()

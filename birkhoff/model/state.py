@@ -341,9 +341,8 @@ class Fresh:
 
     def __init__(self) -> None:
         self._entries: dict[str, torch.Tensor] = {}  # of the group that runs
-        self._groups: list[
-            tuple[str, torch.Tensor, torch.Tensor]
-        ] = []  # kind, slots and entries of every group
+        # Kind, slots and entries of every group.
+        self._groups: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     @property
     def mtp(self) -> Fresh:

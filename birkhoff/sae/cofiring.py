@@ -18,13 +18,11 @@ NOISE = 5.0  # standard deviations that an estimated correlation must exceed
 
 
 class CoFiring:
-    def __init__(
-        self, features: int, device: torch.device | str = "cpu", max_bytes: int = MAX_BYTES, seed: int = 0
-    ):
+    def __init__(self, features: int, device: torch.device | str = "cpu", max_bytes: int = MAX_BYTES):
         self.exact = 4 * features * features <= max_bytes
         self.rows = 0
         self.fired = torch.zeros(features, dtype=torch.long, device=device)
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         width, dtype = (features, torch.int32) if self.exact else (WIDTH, torch.float32)
         self._sums = torch.zeros(features, width, dtype=dtype, device=device)
         self._waiting: list[torch.Tensor] = []

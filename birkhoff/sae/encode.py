@@ -190,9 +190,8 @@ def _decode_topk(weights: DeviceSae, f: torch.Tensor, features: torch.Tensor) ->
         return out + torch.einsum("nk,nkd->nd", f, weights.decoder[features])
     for part in weights.tiles():
         inside = (features >= part.start) & (features < part.stop)
-        dense = f.new_zeros(
-            len(f), part.stop - part.start + 1
-        )  # the last column takes features of other tiles
+        # The last column takes features of other tiles.
+        dense = f.new_zeros(len(f), part.stop - part.start + 1)
         columns = torch.where(inside, features - part.start, dense.shape[1] - 1)
         dense.scatter_(1, columns, torch.where(inside, f, 0.0))
         out.addmm_(dense[:, :-1], weights.decoder[part])

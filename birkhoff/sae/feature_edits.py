@@ -145,6 +145,13 @@ class _SaeEdit:
 
 @dataclass(frozen=True)
 class SaeSet(_SaeEdit):
+    """Set features of an attached dictionary: `SaeSet("gg", {34: 5.0})`; the rest of the row is unchanged.
+
+    `features` maps ids or labels to values, or sites `(hook, layer)` to such a mapping. `kind` says what a value is:
+    "absolute", "additive", "multiply", "min", "max" or "bound"; `only_if_active` skips features that do not fire. A
+    value may be an object with its own `kind`, or `{"x_max": 2.0}`, a multiple of the largest activation. The other
+    fields select tokens and streams as those of `Add` do."""
+
     mode: ClassVar[str] = "delta"
 
     def _check(self) -> None:
@@ -154,6 +161,10 @@ class SaeSet(_SaeEdit):
 
 @dataclass(frozen=True)
 class SaeReconstruct(_SaeEdit):
+    """Replace the row by its reconstruction from features, some of them set: `SaeReconstruct("gg_full", {34: 5.0})`.
+
+    `error` says what happens to the reconstruction error: "drop" or "keep". The other fields are those of `SaeSet`."""
+
     error: str = "drop"
 
     mode: ClassVar[str] = "reconstruct"

@@ -33,7 +33,6 @@ class FeatureBook:
         sae: Sae,
         contexts: int = 8,
         examples: int = 3,
-        seed: int = 0,
         device: torch.device | str = "cpu",
         part: int = PART,
     ):
@@ -43,7 +42,7 @@ class FeatureBook:
         self.rows = 0
         self.texts = 0
         self._part = part
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         self._strongest = _Kept(sae.d_sae, contexts, device)
         self._drawn = _Kept(sae.d_sae, examples, device)
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long, device=device)

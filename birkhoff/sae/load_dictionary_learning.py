@@ -67,9 +67,8 @@ def _threshold(tensors: dict[str, torch.Tensor], path: Path) -> float:
 
 def _kind(names: set[str], dict_class: str, path: Path) -> str:
     if {"W_enc", "W_dec", "threshold"} <= names:
-        return (
-            "matryoshka" if "group_sizes" in names else "jumprelu"
-        )  # the same names with different formulas
+        # The same names with different formulas.
+        return "matryoshka" if "group_sizes" in names else "jumprelu"
     if {"r_mag", "gate_bias", "mag_bias"} <= names:
         return "gated"
     if "b_dec" in names:

@@ -22,9 +22,8 @@ def load_state_dict(path: Path) -> dict[str, Any]:
     _check_archive(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # whatever a malformed file provokes: RuntimeError, UnpicklingError, KeyError, ...
+    # Whatever a malformed file provokes: RuntimeError, UnpicklingError, KeyError, ...
+    except Exception as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         if name is not None:
             raise SaeFileError(

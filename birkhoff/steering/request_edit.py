@@ -18,9 +18,8 @@ from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import PositionSelector, bind
 
 Modules = Mapping[str, Any]  # named vectors
-PromptIds = (
-    Sequence[int] | int | None
-)  # token ids of a prompt, their number, or None if there is no prompt yet
+# Token ids of a prompt, their number, or None if there is no prompt yet.
+PromptIds = Sequence[int] | int | None
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,14 @@ class SteeringResolver:
         self.tables = tables or Tables()
         self._widths = {hook: row.width for hook, row in schema.items()}
         self.modules = NamedVectors(schema, num_layers, identity)
-        self.runs: dict[
-            str, Mapping[tuple[str, int], Any]
-        ] = {}  # captured rows by name of the run, for patches
+        # Captured rows by name of the run, for patches.
+        self.runs: dict[str, Mapping[tuple[str, int], Any]] = {}
         self.pieces: Pieces | None = None  # bytes of tokens, for edits that name a text
         self.parsers: dict[str, Parser] = {}  # parsers of the SAE fields
         self.features: FeatureGate | None = None  # gates by features of attached dictionaries
         self.token_texts: TokenTexts | None = None  # for gates by classes of tokens
-        self._for_all: list[
-            tuple[Any, ...]
-        ] = []  # the global tier: one entry per open `engine.steering` block
+        # The global tier: one entry per open `engine.steering` block.
+        self._for_all: list[tuple[Any, ...]] = []
 
     @contextmanager
     def for_all(self, edits: Sequence[Any]) -> Iterator[None]:

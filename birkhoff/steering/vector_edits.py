@@ -275,6 +275,14 @@ class VectorEdit(RequestEdit):
 
 @dataclass(frozen=True)
 class Add(VectorEdit):
+    """Add a vector: `h + scale * vector`. `Add("spooky")`, `Add(vector, "mlp_out", [4], scale=2.0, streams=[1])`.
+
+    `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`, which provides hook, layers and
+    streams where the edit has none. `streams` of a stream hook are the streams it is added to; "post_mix" multiplies it
+    by the live write-out weights, as if the sublayer had produced it. `norm_match` scales the vector to the norm of
+    each row. `where` and `phase` select tokens, `path` the streams that are read, carried or both, `when` is a `Gate`.
+    """
+
     norm_match: bool = False
 
     op: ClassVar[str] = "add"
@@ -291,7 +299,10 @@ class Add(VectorEdit):
 
 @dataclass(frozen=True)
 class Clamp(VectorEdit):
-    """Without a vector (None), at mixers only, every entry is clamped."""
+    """Keep the component along a direction within bounds: `min <= h . v / |v| <= max`; `min = max` holds it.
+
+    `scale` from 0 to 1 goes a part of the way. At mixers, without a vector (None), every entry is clamped, and
+    `renormalise` makes the mixer doubly stochastic again. The other fields are those of `Add`."""
 
     min: float | None = None
     max: float | None = None
@@ -334,6 +345,8 @@ class Clamp(VectorEdit):
 
 @dataclass(frozen=True)
 class Project(VectorEdit):
+    """Remove a direction: `h - scale * (h . v) v` with `v` of norm 1. The fields are those of `Add`."""
+
     op: ClassVar[str] = "project"
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
@@ -342,7 +355,9 @@ class Project(VectorEdit):
 
 @dataclass(frozen=True)
 class Patch(VectorEdit):
-    """`vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, captured
+    """Replace rows: `h + scale * (vector - h)`. The other fields are those of `Add`.
+
+    `vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, captured
     rows (`output.acts[hook, layer]`), or a whole run (a `Trace`, `output.acts`), of which the rows of the edit's hook
     and layers are used. With rows by position only those positions are patched. For mixers it may also be "identity",
     "uniform", `{"permutation": [...]}` or a matrix [from, to].
@@ -399,7 +414,9 @@ class Patch(VectorEdit):
 
 @dataclass(frozen=True)
 class Scale(VectorEdit):
-    """`vector` is the factor: `Scale(0.5, "mlp_out", [4])` halves the output. `scale` < 1 goes a part of the way."""
+    """Multiply rows: `vector` is the factor, `Scale(0.5, "mlp_out", [4])` halves the output.
+
+    `scale` below 1 goes a part of the way. The other fields are those of `Add`."""
 
     renormalise: bool = False
 

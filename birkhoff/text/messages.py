@@ -186,9 +186,8 @@ def _content(value: object, path: str, *, required: bool, is_result: bool = Fals
         if kind == "text":
             texts.append(_text(part.get("text"), f"{path}[{i}].text"))
         elif is_result and isinstance(kind, str):
-            texts.append(
-                f"[Unsupported {_text(kind, f'{path}[{i}].type')}]"
-            )  # as the released encoder writes it
+            # As the released encoder writes it.
+            texts.append(f"[Unsupported {_text(kind, f'{path}[{i}].type')}]")
         else:
             raise ChatError(
                 f"{path}[{i}] is {quoted(kind or part)}, expected {{'type': 'text', 'text': …}}. V4 reads text only."

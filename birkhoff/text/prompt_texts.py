@@ -134,9 +134,8 @@ def _identify(templates: list[Template], source: str) -> PromptTexts:
             elif name is not None:
                 texts.setdefault(name, text)
     verified = len(texts) == 3 and bool(efforts)
-    if (
-        "" in efforts
-    ):  # the older text without a level in its name: `high` if the newer one exists, else `max`
+    # The older text without a level in its name: `high` if the newer one exists, else `max`.
+    if "" in efforts:
         text = efforts.pop("")
         efforts.setdefault("high" if "max" in efforts else "max", text)
     for template in templates:

@@ -156,9 +156,8 @@ class ToolBlock:
 
     def _add_value(self, text: str) -> None:
         if self._is_string:
-            self._emit_arguments(
-                _json(text)[1:-1]
-            )  # escapes are per character, so pieces can be escaped separately
+            # Escapes are per character, so pieces can be escaped separately.
+            self._emit_arguments(_json(text)[1:-1])
         else:
             self._value.append(text)
 

@@ -1,14 +1,13 @@
 """Compare two forward runs: error per site and of the logits, first diverging site, and verdict.
 
-Expert selection is discontinuous: two router scores that differ by a float32 rounding error may be ranked either way,
-and everything after them legitimately differs. So selections are compared first. Where they differ, the score gap
-between the experts that only one side selected is reported; if it is a rounding error, rows from there on are left out
-of the verdict.
+Values that depend on a tie between experts or blocks (`selection.py`) are left out: the row of the tie and later rows,
+at the sites computed after it. Everything before the tie is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,11 +15,17 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.hooks.sites import BY_NAME, in_order
+from birkhoff.validate.divergence import Divergence, describe, untested_parts
 from birkhoff.validate.gates import ToleranceGate
 from birkhoff.validate.runs import ForwardRun
+from birkhoff.validate.selection import (
+    SelectionDifference,
+    computation_order,
+    judged_rows,
+    selection_differences,
+)
 
-TIE = 1e-4  # router score gaps below this are ties
+EXPLAINED = 0.02  # share of the difference that may remain for it to count as explained
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,25 @@ class LogitsComparison:
 
 
 @dataclass(frozen=True)
-class RoutingDifference:
-    """A layer with different expert selections: number of rows, the first of them, and its score gap."""
+class Explanation:
+    """A known mistake; `left` is the share of the difference that remains when it is reproduced in form `variant`."""
 
-    layer: int
-    differing: int
-    rows: int
-    first: int
-    gap: float
+    name: str
+    variant: str
+    left: float
+    before: float
+    after: float
+    text: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether the mistake explains the difference."""
+        return self.left <= EXPLAINED
 
 
 @dataclass
 class Comparison:
-    """The result of `compare`. `rows` were run, the first `compared_rows` of them enter the verdict."""
+    """The result of `compare`. `rows` were run; `compared_rows` of them are compared at every site."""
 
     first: str
     second: str
@@ -72,9 +83,10 @@ class Comparison:
     compared_rows: int
     sites: list[SiteComparison]
     logits: LogitsComparison | None
-    choices: list[RoutingDifference]
+    choices: list[SelectionDifference]
     stages: list[dict[str, Any]]
-    explanations: list[Any] = field(default_factory=list)
+    divergence: Divergence | None = None
+    explanations: list[Explanation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,12 +96,14 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        flips = any(choice.gap > TIE for choice in self.choices) and self.gate.site is not None
-        return not flips and self.diverging is None and (self.logits is None or self.logits.ok)
+        flips = any(choice.verdict == "differs" for choice in self.choices) and self.gate.site is not None
+        judged = self.compared_rows > 0
+        return judged and not flips and self.diverging is None and (self.logits is None or self.logits.ok)
 
     def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON; a number that is not finite becomes None."""
         first = self.diverging
-        return {
+        fields = {
             "ok": self.ok,
             "first": self.first,
             "second": self.second,
@@ -97,6 +111,7 @@ class Comparison:
             "rows": self.rows,
             "compared_rows": self.compared_rows,
             "diverging": None if first is None else f"{first.site}[{first.layer}]",
+            "divergence": None if self.divergence is None else asdict(self.divergence),
             "logits": None if self.logits is None else asdict(self.logits),
             "stages": self.stages,
             "choices": [asdict(choice) for choice in self.choices],
@@ -104,6 +119,17 @@ class Comparison:
             "notes": self.notes,
             "sites": [asdict(row) for row in self.sites],
         }
+        finite: dict[str, Any] = _finite(fields)
+        return finite
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare(
@@ -119,30 +145,63 @@ def compare(
             f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
             "the same. Give both the same token ids."
         )
+    _check_sites(first, second)
     rows = len(first.tokens)
-    choices = _choices(first, second, biases or {})
-    kept = rows
-    notes = []
-    if choices and all(choice.gap <= TIE for choice in choices):
-        kept = max(1, min(choice.first for choice in choices))
-        notes.append(f"experts tie at row {kept}: rows from there on are shown but not judged")
-    common = [key for key in second.sites if key in first.sites and key[0] != "moe_topk"]
-    common.sort(key=_computation_order)
-    sites = [_site_row(key, first.sites[key], second.sites[key], kept, gate) for key in common]
+    choices = selection_differences(
+        first, second, biases or {}, None if config is None else config.index_topk
+    )
+    ties = [choice for choice in choices if choice.verdict == "tie"] if gate.exact else []
+    kept = min([rows, *(tie.first for tie in ties)])
+    notes = _tie_notes(ties, kept)
+    sites, divergence = _compare_sites(first, second, ties, gate, config)
     missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
+    if config is not None:
+        notes += untested_parts(config, rows)
     if second.sites and missing:
         notes.append(f"{second.label} does not have {', '.join(sorted(missing))}")
     logits = None
-    if first.logits is not None and second.logits is not None:
+    if first.logits is not None and second.logits is not None and kept:
         logits = _logits_row(first.logits, second.logits, kept, gate)
-    if not sites and logits is None:
+    if not sites and logits is None and kept:
         raise OptionError(
             f"{first.label} and {second.label} have no site in common and no logits to compare."
         )
     stages = _stages(sites, config) if config is not None and sites else []
     return Comparison(
-        first.label, second.label, gate, rows, kept, sites, logits, choices, stages, notes=notes
+        first.label, second.label, gate, rows, kept, sites, logits, choices, stages, divergence, notes=notes
     )
+
+
+def _tie_notes(ties: Sequence[SelectionDifference], kept: int) -> list[str]:
+    notes = [
+        f"{tie.selected} of layer {tie.layer} tie at row {tie.first}: what is computed from them is not compared from "
+        "that row on"
+        for tie in ties
+    ]
+    return notes if kept else [*notes, "the tie leaves nothing to compare: run other tokens (--seed)"]
+
+
+def _compare_sites(
+    first: ForwardRun,
+    second: ForwardRun,
+    ties: Sequence[SelectionDifference],
+    gate: ToleranceGate,
+    config: V4Config | None,
+) -> tuple[list[SiteComparison], Divergence | None]:
+    """Compare the common sites in order of computation, and describe the first that is outside the gate."""
+    sites: list[SiteComparison] = []
+    divergence = None
+    for key in sorted(second.sites, key=computation_order):
+        count = judged_rows(ties, key, len(first.tokens))
+        if key not in first.sites or not count:
+            continue
+        a, b = _comparable(key, first.sites[key][:count], second.sites[key][:count])
+        row = _site_row(key, a, b, gate)
+        if not row.ok and divergence is None:
+            agreeing = f"{sites[-1].site}[{sites[-1].layer}]" if sites else None
+            divergence = describe(key, a, b, gate.site or 0.0, agreeing, config)
+        sites.append(row)
+    return sites, divergence
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -152,19 +211,41 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / size if size else float(a.norm())
 
 
-def _computation_order(key: tuple[str, int]) -> tuple[int, int]:
-    hook, layer = key
-    return in_order((hook, 1 << 30 if BY_NAME[hook].once else layer))
-
-
-def _site_row(
-    key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
-) -> SiteComparison:
-    if a.shape != b.shape:
-        raise OptionError(
-            f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size."
+def _check_sites(first: ForwardRun, second: ForwardRun) -> None:
+    """Refuse a reference with other shapes, or with values that the first run does not have, such as layers counted
+    from 1."""
+    for key in sorted(second.sites, key=computation_order) if first.sites else ():
+        site, layer = key
+        if key not in first.sites:
+            layers = sorted(own for name, own in first.sites if name == site)
+            has = f"it at layers {', '.join(map(str, layers))}" if layers else "no such values"
+            raise OptionError(f"{second.label} holds {site} of layer {layer}, {first.label} has {has}.")
+        _check_shape(
+            f"{site} of layer {layer}", first.sites[key], second.sites[key], first.label, second.label
         )
-    a, b = a[:rows], b[:rows]
+    if first.logits is not None and second.logits is not None:
+        _check_shape("logits", first.logits, second.logits, first.label, second.label)
+
+
+def _check_shape(name: str, ours: torch.Tensor, theirs: torch.Tensor, first: str, second: str) -> None:
+    if ours.shape != theirs.shape:
+        raise OptionError(
+            f"{second} has {name} of shape {tuple(theirs.shape)}, expected {tuple(ours.shape)} as in {first}."
+        )
+
+
+def _comparable(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values to compare: those of the site, of `moe_topk` the weight of every expert."""
+    if key[0] != "moe_topk":
+        return a, b
+    count = 1 + int(max(a[..., 0].max(), b[..., 0].max()))
+    ours, theirs = (
+        torch.zeros(len(chosen), count).scatter(1, chosen[..., 0].long(), chosen[..., 1]) for chosen in (a, b)
+    )
+    return ours, theirs
+
+
+def _site_row(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, gate: ToleranceGate) -> SiteComparison:
     error = relative_error(a, b)
     ok = error == error and (gate.site is None or error <= gate.site)
     return SiteComparison(key[0], key[1], error, float((a - b).abs().max()), _cosine(a, b), ok)
@@ -177,8 +258,6 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> LogitsComparison:
-    if a.shape != b.shape:
-        raise OptionError(f"logits are {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
     a, b = a[:rows].double(), b[:rows].double()
     per_row = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-300)
     count = min(20, a.shape[-1])
@@ -203,37 +282,6 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
     )
 
 
-def _choices(
-    first: ForwardRun, second: ForwardRun, biases: Mapping[int, torch.Tensor]
-) -> list[RoutingDifference]:
-    out = []
-    for key in sorted(second.sites):
-        if key[0] != "moe_topk" or key not in first.sites:
-            continue
-        ours, theirs = (run.sites[key][..., 0].long().sort(-1).values for run in (first, second))
-        differs = (ours != theirs).any(-1).nonzero().flatten()
-        if len(differs):
-            at = int(differs[0])
-            gap = _gap(second, key[1], at, ours[at], theirs[at], biases.get(key[1]))
-            out.append(RoutingDifference(key[1], len(differs), len(ours), at, gap))
-    return out
-
-
-def _gap(
-    run: ForwardRun, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None
-) -> float:
-    """Return the smallest score difference, bias included, between experts that only one side selected."""
-    logits = run.sites.get(("moe_router_logits", layer))
-    if logits is None:
-        return float("inf")
-    only_ours = [e for e in ours.tolist() if e not in theirs.tolist()]
-    only_theirs = [e for e in theirs.tolist() if e not in ours.tolist()]
-    scores = torch.nn.functional.softplus(logits[row].double()).sqrt()
-    if bias is not None:
-        scores = scores + bias.double()
-    return float(min(abs(scores[a] - scores[b]) for a in only_ours for b in only_theirs))
-
-
 def layer_stages(config: V4Config) -> list[tuple[str, list[int]]]:
     """Return layers 0 and last; the first and last of each layer kind; all."""
     last = config.num_hidden_layers - 1
@@ -254,7 +302,9 @@ def _stages(sites: list[SiteComparison], config: V4Config) -> list[dict[str, Any
     out = []
     for name, layers in layer_stages(config):
         rows = [row for row in sites if row.layer in layers]
-        worst = max(rows, key=lambda row: row.rel_rmse, default=None)
+        worst = max(
+            rows, key=lambda row: math.inf if math.isnan(row.rel_rmse) else row.rel_rmse, default=None
+        )
         if worst is not None:
             where = f"{worst.site}[{worst.layer}]"
             out.append(

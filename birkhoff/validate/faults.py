@@ -1,4 +1,4 @@
-"""Ten known mistakes in ports of V4, each identified by reproducing it.
+"""Known mistakes in ports of V4, each identified by reproducing it.
 
 When two runs differ, each mistake is built into the model of one side, and the faulty run is compared with the other.
 The mistake that removes the difference is its explanation. Each has variants: a mixer can be transposed before or
@@ -8,32 +8,21 @@ after Sinkhorn, and nibbles can be permuted in several ways. Nothing is inferred
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from birkhoff.config import V4Config
 from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
-from birkhoff.validate.compare import relative_error
+from birkhoff.validate.compare import Explanation, relative_error
 from birkhoff.validate.runs import Fault, ForwardRun, run_model, with_fault
 
-EXPLAINED = 0.02  # share of the difference that may remain for it to count as explained
 CERTAIN = 1e-4  # below this share, no further mistakes are tried
 DISTANCE_SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """`left` is the share of the difference that remains when the mistake is reproduced in form `variant`."""
-
-    name: str
-    variant: str
-    left: float
-    before: float
-    after: float
-    text: str
 
 
 TEXTS = {
@@ -48,6 +37,14 @@ TEXTS = {
     "router-bias-zero": "the router's bias is zero or not added when experts are chosen (layers after the hash-routed "
     "ones)",
     "sink-zero": "the attention sink is zero or missing: every head adds exp(attn_sink) to the sum of its weights",
+    "compress-theta": "layers with compressed entries (ratio 4 and 128) rotate with rope_theta instead of "
+    "compress_rope_theta",
+    "sinkhorn-iterations": "Sinkhorn runs another number of iterations than hc_sinkhorn_iters; the softmax and one "
+    "column normalisation are the first",
+    "window-size": "the sliding window is one token off: it holds sliding_window tokens, the query's own included",
+    "index-topk": "the indexer keeps another number of blocks than index_topk",
+    "route-scale-missing": "the weights of experts are not multiplied by routed_scaling_factor",
+    "swiglu-limit-missing": "the gate and up projections of experts are not clamped to swiglu_limit",
     "shared-expert-missing": "the shared expert's output is not added to that of the routed ones",
 }
 
@@ -61,7 +58,19 @@ def faults() -> list[tuple[str, Fault]]:
         ("pre, comb, post in the file", Fault("mixer-order", weights=_reordered((0, 2, 1)))),
         ("pre, comb, post in the reader", Fault("mixer-order", weights=_misread)),
         ("half-split", Fault("rope-half-split", kernels=_half_split)),
-        ("none", Fault("yarn-missing", config=lambda config: replace(config, rope_scaling=None))),
+        ("none", Fault("yarn-missing", config=lambda c: replace(c, rope_scaling=None))),
+        (
+            "rope_theta",
+            Fault("compress-theta", config=lambda c: replace(c, compress_rope_theta=c.rope_theta)),
+        ),
+        ("one more", Fault("window-size", config=_shifted("sliding_window", 1))),
+        ("one fewer", Fault("window-size", config=_shifted("sliding_window", -1))),
+        ("one more", Fault("sinkhorn-iterations", config=_shifted("hc_sinkhorn_iters", 1))),
+        ("one fewer", Fault("sinkhorn-iterations", config=_shifted("hc_sinkhorn_iters", -1))),
+        ("all", Fault("index-topk", config=lambda c: replace(c, index_topk=c.max_position_embeddings))),
+        ("one fewer", Fault("index-topk", config=_shifted("index_topk", -1))),
+        ("1", Fault("route-scale-missing", config=lambda c: replace(c, routed_scaling_factor=1.0))),
+        ("none", Fault("swiglu-limit-missing", config=lambda c: replace(c, swiglu_limit=1e30))),
         ("high nibble first", Fault("nibble-order", weights=_columns(_swapped_pairs))),
         (
             "blocks of MXFP4 read as bytes of the release",
@@ -81,7 +90,9 @@ def faults() -> list[tuple[str, Fault]]:
 
 
 def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
-    """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first."""
+    """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first.
+
+    If none does completely, those that leave less than half of the difference."""
     before = distance(plain, other)
     if not before > 0:
         return []
@@ -97,7 +108,7 @@ def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Ex
             )
         if after <= CERTAIN * before:
             break
-    explained = [e for e in explanations.values() if e.left <= EXPLAINED]
+    explained = [e for e in explanations.values() if e.complete]
     return sorted(explained or explanations.values(), key=lambda e: e.left)
 
 
@@ -111,6 +122,16 @@ def distance(a: ForwardRun, b: ForwardRun) -> float:
     if a.logits is not None and b.logits is not None:
         errors.append(relative_error(a.logits, b.logits))
     return sum(errors) / len(errors)
+
+
+def _shifted(field: str, by: int) -> Callable[[V4Config], V4Config]:
+    """Change a count of the config, to at least 1."""
+
+    def change(config: V4Config) -> V4Config:
+        values: dict[str, Any] = {field: max(1, getattr(config, field) + by)}
+        return replace(config, **values)
+
+    return change
 
 
 def _transposed_write(kernels: KernelSet) -> KernelSet:

@@ -19,6 +19,11 @@ class ToleranceGate:
     mean_kl: float | None
     about: str
 
+    @property
+    def exact(self) -> bool:
+        """Whether every row must agree, except after a tie."""
+        return self.argmax == 1.0
+
 
 GATES = {
     gate.name: gate
@@ -57,8 +62,15 @@ def find_gate(name: str) -> ToleranceGate:
     return GATES[name]
 
 
-def default_gate(first_dtype: str, second_dtype: str, rounded: bool = False) -> ToleranceGate:
-    """Return the gate for these compute dtypes; `rounded`: one side stores rounded weights of the other."""
+def default_gate(
+    first_dtype: str, second_dtype: str, rounded: bool = False, released: bool = False
+) -> ToleranceGate:
+    """Return the gate for these compute dtypes.
+
+    `rounded`: one side stores rounded weights of the other. `released`: two implementations round activations, where
+    a last bit may move a value to the next FP8 or FP4 code."""
     if not first_dtype == second_dtype == "float32":
         return GATES["bfloat16"]
+    if released:
+        return GATES["released"]
     return GATES["trained" if rounded else "float32"]

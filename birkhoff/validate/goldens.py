@@ -25,7 +25,7 @@ from birkhoff.errors import DataError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int, check_choice
 from birkhoff.small_file import MANIFEST_BYTES, read_json
-from birkhoff.validate.runs import ForwardRun, Sites
+from birkhoff.validate.runs import ForwardRun, Sites, finished_blocks
 
 FORMAT = 1
 FORMS = ("safetensors", "npy")
@@ -95,7 +95,9 @@ def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str,
                 f"{directory.name} holds {site[0]} of layer {site[1]} twice, once as {quoted(name)}."
             )
         elif site is not None:
-            sites[site] = array.float()
+            sites[site] = (
+                _finished_scores(name, array.float()) if site[0] == "index_scores" else array.float()
+            )
         else:
             raise DataError(
                 f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3."
@@ -103,6 +105,16 @@ def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str,
     if not sites and logits is None:
         raise DataError(f"{directory} holds no arrays, expected goldens.safetensors or .npy files.")
     return ForwardRun(label, tokens, sites, logits)
+
+
+def _finished_scores(name: str, scores: torch.Tensor) -> torch.Tensor:
+    """Scores of the indexer [tokens, tokens // 4]; what stands for unfinished blocks, such as -inf, becomes zero."""
+    finished = finished_blocks(len(scores))
+    if scores.shape != finished.shape:
+        raise DataError(
+            f"{name} is {tuple(scores.shape)}, expected {tuple(finished.shape)}: one score for each block of 4 tokens."
+        )
+    return scores.masked_fill(~finished, 0.0)
 
 
 def _site(name: str) -> tuple[str, int] | None:

@@ -15,7 +15,7 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.validate.runs import ForwardRun, Sites
+from birkhoff.validate.runs import ForwardRun, Sites, finished_blocks
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import ModelTensor, model_tensors
 from birkhoff.weights.tensor_ref import value_strips
@@ -163,6 +163,9 @@ def _watch(model: Any, sites: Sites) -> Iterator[Any]:
                     f"mhc_{kind}_res_mix": lambda args, out: out[1],
                 },
             )
+        indexer = getattr(getattr(block.self_attn, "compressor", None), "indexer", None)
+        if indexer is not None:
+            yield from on(indexer.scorer, i, index_scores=lambda args, out: _finished(out))
         yield from on(block.self_attn, i, post_attn=lambda args, out: out[0])
         yield from on(block.mlp, i, mlp_out=lambda args, out: out)
         yield from on(
@@ -178,3 +181,8 @@ def _watch(model: Any, sites: Sites) -> Iterator[Any]:
         mhc_streams_final=lambda args, out: args[0],
         final_hidden=lambda args, out: out,
     )
+
+
+def _finished(scores: torch.Tensor) -> torch.Tensor:
+    """Scores [1, tokens, blocks] with zeros for unfinished blocks."""
+    return scores.masked_fill(~finished_blocks(scores.shape[1]), 0.0)

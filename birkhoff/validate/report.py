@@ -10,11 +10,12 @@ import html
 import math
 from collections.abc import Sequence
 
-from birkhoff.validate.compare import Comparison, SiteComparison
+from birkhoff.validate.compare import Comparison, Explanation, SiteComparison
 
 PLOTTED_SITES = ("mhc_streams_pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_out")
 COLOURS = ("#3b6ea5", "#c2571a", "#2f8f5b", "#8a4fa3")
 FLOOR = 1e-9  # the plot's lower limit, below float32 rounding
+SHOWN_CHOICES = 3
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -30,21 +31,21 @@ def headline(result: Comparison) -> str:
 def lines(result: Comparison) -> list[str]:
     """Return the report as lines of plain text."""
     out = [headline(result)]
-    for explanation in result.explanations:
-        out.append(
-            f"{explanation.name} ({explanation.variant}): {explanation.text}. Making this mistake on purpose takes the "
-            f"distance from {explanation.before:.2e} to {explanation.after:.2e}."
-        )
-    if not result.ok and not result.explanations:
+    if result.divergence is not None:
+        out += result.divergence.lines()
+    out += [f"{explanation.name} {explained(explanation)}" for explanation in result.explanations]
+    if not result.ok and not any(explanation.complete for explanation in result.explanations):
         out.append("none of the known mistakes explains it")
     for stage in result.stages:
         mark = "ok" if stage["ok"] else "OUTSIDE"
         out.append(f"{stage['stage']:<20} {mark:<8} worst {stage['worst']:.2e} at {stage['at']}")
-    for choice in result.choices:
+    for choice in result.choices[:SHOWN_CHOICES]:
         out.append(
-            f"experts of layer {choice.layer} differ in {choice.differing} of {choice.rows} rows, first at row "
-            f"{choice.first} where the scores are {choice.gap:.1e} apart"
+            f"{choice.selected} of layer {choice.layer} differ in {choice.differing} of {choice.rows} rows, first at "
+            f"row {choice.first} where the scores are {choice.gap:.1e} apart"
         )
+    if len(result.choices) > SHOWN_CHOICES:
+        out.append(f"experts or blocks differ in {len(result.choices) - SHOWN_CHOICES} more places")
     for name in PLOTTED_SITES:
         rows = [row for row in result.sites if row.site == name]
         if rows:
@@ -59,23 +60,39 @@ def lines(result: Comparison) -> list[str]:
     return out + list(result.notes)
 
 
+def explained(explanation: Explanation) -> str:
+    """Return what an explanation says after its name."""
+    effect = f"takes the distance from {explanation.before:.2e} to {explanation.after:.2e}"
+    if explanation.complete:
+        return f"({explanation.variant}): {explanation.text}. Making this mistake on purpose {effect}."
+    return (
+        f"({explanation.variant}) comes close, look near it: {explanation.text}. Making this mistake on purpose "
+        f"{effect}, {100 * explanation.left:.0f} % of the difference remain."
+    )
+
+
 def sparkline(rows: Sequence[SiteComparison]) -> str:
     """Return one bar per layer, from 1e-9 to 1."""
-    out = []
-    for row in rows:
-        height = 8 * (1 - math.log10(min(max(row.rel_rmse, FLOOR), 1.0)) / math.log10(FLOOR))
-        out.append(_BARS[min(7, max(0, int(height)))])
-    return "".join(out)
+    return "".join(_BARS[min(7, int(8 * (1 - _depth(row.rel_rmse))))] for row in rows)
+
+
+def _depth(error: float) -> float:
+    """Return where an error is on the logarithmic scale: 0 for 1 and above, or not a number; 1 for FLOOR and below."""
+    shown = min(max(error, FLOOR), 1.0) if error == error else 1.0
+    return math.log10(shown) / math.log10(FLOOR)
 
 
 def to_html(result: Comparison) -> str:
     """Return a page without scripts or external references."""
-    explained = "".join(
-        f"<p class=why><b>{html.escape(e.name)}</b> ({html.escape(e.variant)}): {html.escape(e.text)}.<br>"
-        f"Making this mistake on purpose takes the distance from {e.before:.2e} to {e.after:.2e}.</p>"
+    causes = "".join(
+        f"<p class=why><b>{html.escape(e.name)}</b> {html.escape(explained(e))}</p>"
         for e in result.explanations
     )
-    words = "".join(f"<li>{html.escape(line)}</li>" for line in lines(result)[1 + len(result.explanations) :])
+    words = "".join(
+        f"<li>{html.escape(line)}</li>"
+        for line in lines(result)[1:]
+        if not any(line.startswith(f"{e.name} ") for e in result.explanations)
+    )
     rows = "".join(
         f"<tr class={'ok' if row.ok else 'bad'}><td>{html.escape(row.site)}<td>{row.layer}<td>{row.rel_rmse:.3e}"
         f"<td>{row.max_abs:.3e}<td>{row.cosine:.9f}</tr>"
@@ -92,7 +109,7 @@ td, th {{ padding: .1rem .8rem; text-align: left }}
 tr.bad td {{ background: #fde8e6 }} svg text {{ font: 12px system-ui, sans-serif }}
 </style></head>
 <body class="{"ok" if result.ok else "bad"}"><h1>{html.escape(headline(result))}</h1>
-{explained}{plot(result)}
+{causes}{plot(result)}
 <ul>{words}</ul>
 <table><tr><th>site<th>layer<th>relative<th>largest<th>cosine</tr>{rows}</table>
 </body></html>
@@ -114,7 +131,7 @@ def plot(result: Comparison) -> str:
         return left + (width - left - 12) * layers.index(layer) / span
 
     def y(error: float) -> float:
-        return top + (height - top) * math.log10(min(max(error, FLOOR), 1.0)) / math.log10(FLOOR)
+        return top + (height - top) * _depth(error)
 
     parts = [f'<svg viewBox="0 0 {width} {height + 60}" role="img" aria-label="relative error by layer">']
     for power in range(0, -10, -1):

@@ -14,8 +14,8 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.hooks.sites import Site
-from birkhoff.hooks.tap import EagerTap
+from birkhoff.hooks.sites import INDEX_SCORES, Site
+from birkhoff.hooks.tap import EagerTap, ReadingTap, RowReader
 from birkhoff.kernels.select import KernelSet, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
@@ -28,7 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """Rows are tokens: sites [T, ...] and logits [T, vocab], float32 on the CPU."""
+    """Rows are tokens: sites [T, ...] and logits [T, vocab], float32 on the CPU.
+
+    Of the ragged sites only `index_scores` is recorded, as [T, T // 4] with zeros for unfinished blocks."""
 
     label: str
     tokens: tuple[int, ...]
@@ -85,10 +87,23 @@ def run_model(model: Transformer, tokens: Sequence[int], label: str) -> ForwardR
     def keep(site: Site, layer: int, x: torch.Tensor) -> None:
         sites[site.name, layer] = x.detach().float().cpu()
 
+    def keep_scores(layer: int, read: RowReader) -> None:
+        scores = torch.zeros(len(tokens), len(tokens) // 4)
+        for row, blocks in zip(scores, read(range(len(tokens)))):
+            row[: len(blocks)] = blocks[:, 1].cpu()
+        if scores.numel():
+            sites[INDEX_SCORES.name, layer] = scores
+
     device = next(model.parameters()).device
+    tap = ReadingTap(EagerTap(keep), INDEX_SCORES, keep_scores)
     with torch.no_grad():
-        logits = model(torch.tensor(list(tokens), device=device), EagerTap(keep)).float().cpu()
+        logits = model(torch.tensor(list(tokens), device=device), tap).float().cpu()
     return ForwardRun(label, tuple(tokens), sites, logits)
+
+
+def finished_blocks(tokens: int) -> torch.Tensor:
+    """Return which blocks of 4 tokens are finished at each token, [tokens, tokens // 4] bool."""
+    return torch.arange(tokens // 4) < (torch.arange(tokens).unsqueeze(-1) + 1) // 4
 
 
 def random_tokens(vocab_size: int, count: int, seed: int = 0) -> list[int]:

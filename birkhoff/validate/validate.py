@@ -8,10 +8,12 @@ mistakes are tried on a side that can be run. Look first at the first diverging 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
+from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import as_int, check_int
@@ -25,7 +27,26 @@ from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.tensor_ref import TensorRef
 
-LENGTH = 192  # more than one block of 128 and the sliding window of small models, not a multiple of 4
+LENGTH = 194  # more than one block of 128 and the sliding window of small models, not a multiple of 4
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "compress_ratios",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "hc_mult",
+)
+NOT_COMPUTED_WITH = (
+    "max_position_embeddings",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "expert_dtype",
+)
+MOST_TOKENS = 512  # a default length grows up to this so that the indexer has to choose
 
 
 def validate(
@@ -37,7 +58,7 @@ def validate(
     save: str | Path | None = None,
     save_form: str = "safetensors",
     tokens: Sequence[int] | None = None,
-    length: int = LENGTH,
+    length: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
     against_dtype: str | None = None,
@@ -46,7 +67,9 @@ def validate(
     explanations: bool = True,
     device: str = "cpu",
 ) -> Comparison | None:
-    """Compare A with exactly one of B, an oracle or goldens. Returns None if goldens were only saved."""
+    """Compare A with exactly one of B, an oracle or goldens. Returns None if goldens were only saved.
+
+    `length`: number of random tokens if neither `tokens` nor goldens give them; default: `default_length`."""
     others = [x for x in (b, oracle, goldens) if x is not None]
     if len(others) > 1 or (not others and save is None):
         raise OptionError(
@@ -54,8 +77,12 @@ def validate(
         )
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
-    check_int("length", length, 1, 1 << 20)
+    if length is not None:
+        check_int("length", length, 1, 1 << 20)
+    requested_gate = find_gate(gate) if gate is not None else None
     first = open_checkpoint(locate(a))
+    second = open_checkpoint(locate(b)) if b is not None else None
+    settings = _other_settings(first.config, second.config) if second is not None else []
     reference = read_goldens(goldens) if goldens is not None else None
     ids = _tokens(first, reference, tokens, length, seed)
     model = build(first, dtype, numerics, device)
@@ -72,21 +99,42 @@ def validate(
     elif oracle is not None:
         theirs, against = run_oracle(first, ids), "float32"
     else:
-        assert b is not None
-        second = open_checkpoint(locate(b))
+        assert second is not None
         rounded = _one_is_rounded(first, second)
         other = build(second, against, numerics, device)
         theirs = run_model(other, ids, str(b))
-    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against, rounded)
+    other_code = other is None and numerics == "released"
+    chosen = requested_gate or default_gate(dtype, against, rounded, other_code)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
+    result.notes += settings
     if not result.ok and explanations:
         # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
         sides = [(other, theirs, ours)] if other is not None else []
         for runnable, plain, target in [*sides, (model, ours, theirs)]:
-            result.explanations = explain(runnable, plain, target)
-            if result.explanations:
-                break
+            if not any(explanation.complete for explanation in result.explanations):
+                result.explanations = explain(runnable, plain, target) or result.explanations
     return result
+
+
+def _other_settings(first: V4Config, second: V4Config) -> list[str]:
+    """Return notes on values of the configs that differ; models of different sizes are refused."""
+    notes = []
+    for field in fields(V4Config):
+        ours, theirs = getattr(first, field.name), getattr(second, field.name)
+        if not field.compare or field.name in NOT_COMPUTED_WITH or ours == theirs:
+            continue
+        if field.name in SIZES:
+            raise OptionError(
+                f"these models differ in size: {field.name} is {ours} and {theirs}. Compare checkpoints of one model."
+            )
+        notes.append(f"the configs differ: {field.name} is {ours} and {theirs}")
+    return notes
+
+
+def default_length(config: V4Config) -> int:
+    """Return LENGTH, or more tokens if at most MOST_TOKENS suffice for the indexer to leave blocks out."""
+    choosing = 4 * config.index_topk + 34
+    return choosing if LENGTH < choosing <= MOST_TOKENS else LENGTH
 
 
 def _one_is_rounded(first: Checkpoint, second: Checkpoint) -> bool:
@@ -107,7 +155,11 @@ def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
 
 
 def _tokens(
-    checkpoint: Checkpoint, reference: ForwardRun | None, tokens: Sequence[int] | None, length: int, seed: int
+    checkpoint: Checkpoint,
+    reference: ForwardRun | None,
+    tokens: Sequence[int] | None,
+    length: int | None,
+    seed: int,
 ) -> list[int]:
     size = checkpoint.config.vocab_size
     if reference is not None:
@@ -117,7 +169,8 @@ def _tokens(
     elif tokens is not None:
         ids = list(tokens)
     else:
-        ids = random_tokens(size, min(length, checkpoint.config.max_position_embeddings), seed)
+        count = default_length(checkpoint.config) if length is None else length
+        ids = random_tokens(size, min(count, checkpoint.config.max_position_embeddings), seed)
     bad = [token for token in ids if as_int(token) is None or not 0 <= token < size]
     if bad or not ids:
         raise TokenError(f"token id {bad[0] if bad else None!r} is outside the vocabulary of {size}.")

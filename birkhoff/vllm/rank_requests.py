@@ -117,9 +117,8 @@ class RankRequests:
         self._vectors: dict[str, Any] = {}
         self._requests: dict[str, RankRequest] = {}  # by key: prepared, running, or waiting for `finish`
         self.running: dict[str, RankRequest] = {}  # by id of the scheduler
-        self._capturing = (
-            False  # a request of the running step captures, here or on another rank of the group
-        )
+        # A request of the running step captures, here or on another rank of the group.
+        self._capturing = False
         self.steps = 0
         self.hooked_steps = 0
 

@@ -17,9 +17,8 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.vector_edits import Add
 
-Forward = Callable[
-    [int], torch.Tensor
-]  # a forward pass of that many rows of fixed input; the output of the rank
+# A forward pass of that many rows of fixed input; the output of the rank.
+Forward = Callable[[int], torch.Tensor]
 
 ROUNDINGS = 64  # times the precision of the dtype: how far a replay may be from a step without a graph
 

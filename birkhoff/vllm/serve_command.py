@@ -10,9 +10,8 @@ from typing import Any
 from birkhoff.vllm.open_engine import VllmSettings
 
 MIDDLEWARE = "birkhoff.vllm.http_fields.HookFields"
-STEERING_KEY = (
-    "BIRKHOFF_STEERING_API_KEY"  # the environment variable of the keys for changes, separated by spaces
-)
+# The environment variable of the keys for changes, separated by spaces.
+STEERING_KEY = "BIRKHOFF_STEERING_API_KEY"
 PLUGIN = "birkhoff"  # the endpoint plugin, as VLLM_PLUGINS names it
 
 

@@ -56,9 +56,8 @@ def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
     """Quantise float32 [rows, in] to blocks [rows, in/32 * 34], uint8."""
     groups = values.float().reshape(-1, GROUP)
-    largest = torch.maximum(
-        groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)
-    ).abs_()  # abs_: no -0.0
+    # `abs_` turns -0.0 into 0.0.
+    largest = torch.maximum(groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)).abs_()
     step = largest / 127
     inverse = torch.where(step == 0, 0.0, 1 / step)
     half_step = step.to(torch.float16)

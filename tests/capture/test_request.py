@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.capture.spec.request import Capture, capture_hash, resolve_capture_request
+from birkhoff.capture.spec.validation import FIELDS
 from birkhoff.errors import CaptureValidationError, SiteError
 from tests.capture.requests import DISK, FACTS, FILED, MAX_TOKENS, PLAIN, PROMPT, V4, D, L, M, part, refused
 from tests.sizes import scaled
@@ -334,3 +336,12 @@ def test_requests_can_be_checked_where_there_is_no_torch_and_no_engine():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_keywords_of_a_capture_are_in_its_signature():
+    keywords = inspect.signature(Capture).parameters
+    wire = {"return" if name == "returns" else name for name in keywords}
+    assert set(FIELDS) <= wire
+    assert Capture({"mlp_out": [3]}, **{"return": "file"}) == Capture({"mlp_out": [3]}, returns="file")
+    with pytest.raises(CaptureValidationError, match="unknown field 'stream'"):
+        Capture({"mlp_out": [3]}, stream=[1])

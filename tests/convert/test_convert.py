@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import DeepseekV4ForCausalLM
 
 import birkhoff
 from birkhoff.convert.check import check_output
@@ -17,6 +18,7 @@ from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import synth
 from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import CheckpointError, ConvertError, OptionError
+from birkhoff.validate.runs import build, random_tokens, run_model
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.inspect import inspect_checkpoint
 from tests.convert.files import same_bytes, same_numbers
@@ -134,6 +136,18 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     ):
         assert f"deepseek4.{key}" in reader.fields
     assert reader.fields["tokenizer.ggml.tokens"].contents()[0].startswith("<｜begin")
+
+
+def test_transformers_reads_an_unquantized_directory(tiny, tmp_path):
+    convert(tiny, tmp_path / "out", experts="bf16", dense="bf16", exact=True)
+    theirs = DeepseekV4ForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    ids = random_tokens(512, 80)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits[0]
+    ours = run_model(build(open_checkpoint(tiny)), ids, "tiny").logits
+    assert (logits - ours).norm() <= 1e-5 * ours.norm()
 
 
 def test_the_mtp_file_has_its_own_head_and_both_projections_side_by_side(tiny, tmp_path):

@@ -14,6 +14,17 @@ from birkhoff.validate.oracle import build_oracle, run_oracle_model
 from birkhoff.validate.runs import ForwardRun
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 
+# Mistakes that are another value in the config; the values of `tiny` are 8, 20, 12, 1.5, 1.0 and 160,000.
+OTHER_CONFIG = {
+    "yarn-missing": {"rope_scaling": None},
+    "window-size": {"sliding_window": 9},
+    "sinkhorn-iterations": {"hc_sinkhorn_iters": 19},
+    "index-topk": {"index_topk": 11},
+    "route-scale-missing": {"routed_scaling_factor": 1.0},
+    "swiglu-limit-missing": {"swiglu_limit": 1e6},
+    "compress-theta": {"compress_rope_theta": 10000.0},
+}
+
 
 @contextmanager
 def other_rotation(rotation) -> Iterator[None]:
@@ -49,9 +60,8 @@ class NeverBack:
 def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
     """Run the checkpoint in a port with this mistake."""
     checkpoint = open_checkpoint(path)
-    if name == "yarn-missing":
-        config = replace(checkpoint.config, rope_scaling=None)
-        checkpoint = Checkpoint(path, config, checkpoint.dialect, checkpoint._tensors, [], checkpoint.files)
+    config = replace(checkpoint.config, **OTHER_CONFIG.get(name, {}))
+    checkpoint = Checkpoint(path, config, checkpoint.dialect, checkpoint._tensors, [], checkpoint.files)
     model = build_oracle(checkpoint)
     if name == "mixer-order":
         with torch.no_grad():

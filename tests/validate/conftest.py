@@ -1,4 +1,4 @@
-"""A small checkpoint and the oracle, correct and broken in seven ways."""
+"""A small checkpoint with random weights."""
 
 from pathlib import Path
 

@@ -34,9 +34,8 @@ class CaptureRequest:
     request_id: str
     tag: str
     layout: str | None = None
-    meta: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # model, capture_hash, capture_point, prompt_len, ...
+    # Keys: model, capture_hash, capture_point, prompt_len, ...
+    meta: Mapping[str, Any] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)  # the consumer's own fields of the request
 
 

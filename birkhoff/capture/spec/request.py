@@ -54,10 +54,14 @@ class Hooks(Mapping[str, LayerSelector]):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Capture:
-    """Which activations of a request to keep. See the module.
+    """Which activations of a request to keep: `Capture({"mlp_out": [3, 4]}, positions="last_prompt", dtype="bf16")`.
 
-    `returns` is the field "return" of the wire form; both spellings are accepted. `accepted_only` may only be
-    True: rows of rejected draft tokens are never delivered.
+    `hooks` maps hook names to layers: "all", a list, ranges. `positions` selects tokens: "all_prompt", "last_prompt",
+    "all_generated", "all", a list of positions, or an object. `capture_point` is "before" or "after" the edits of the
+    site, `reduce` keeps one row per text, `project` names a matrix that rows are multiplied with, `dtype` casts them,
+    `streams` selects residual streams. `returns` (field "return" of the wire form), `layout`, `request_id` and `tag`
+    say where a consumer puts the rows. `accepted_only` may only be True: rows of rejected draft tokens are never
+    delivered.
     """
 
     hooks: Hooks
@@ -73,15 +77,43 @@ class Capture:
     tag: str | None
     accepted_only: bool | None
 
-    def __init__(self, hooks: Mapping[str, Any], positions: Any = "all_prompt", **optional: Any):
-        if "returns" in optional:
-            if "return" in optional:
-                raise CaptureValidationError(
-                    "is given twice, as 'return' and as 'returns'. Give one.", "capture.return"
-                )
-            optional["return"] = optional.pop("returns")
-        values, _ = check({"hooks": hooks, "positions": positions, **optional}, "capture", None, None)
-        self._fill(values)
+    def __init__(
+        self,
+        hooks: Mapping[str, Any],
+        positions: Any = "all_prompt",
+        *,
+        capture_point: str = "before",
+        reduce: str | None = None,
+        project: str | None = None,
+        dtype: str | None = None,
+        streams: Sequence[int] | None = None,
+        returns: str | None = None,
+        layout: str | None = None,
+        request_id: str | None = None,
+        tag: str | None = None,
+        accepted_only: bool | None = None,
+        **wire_fields: Any,  # "return", which is no keyword of Python; others are refused
+    ):
+        if returns is not None and "return" in wire_fields:
+            raise CaptureValidationError(
+                "is given twice, as 'return' and as 'returns'. Give one.", "capture.return"
+            )
+        fields = {
+            "hooks": hooks,
+            "positions": positions,
+            "capture_point": capture_point,
+            "reduce": reduce,
+            "project": project,
+            "dtype": dtype,
+            "streams": streams,
+            "return": returns,
+            "layout": layout,
+            "request_id": request_id,
+            "tag": tag,
+            "accepted_only": accepted_only,
+            **wire_fields,
+        }
+        self._fill(check(fields, "capture", None, None)[0])
 
     def _fill(self, values: Mapping[str, Any]) -> Capture:
         for name, value in values.items():

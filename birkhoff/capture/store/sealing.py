@@ -43,9 +43,8 @@ class SealedContents:
     """The content of a journal without its entries."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    requests: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # metadata by request id; `complete` once finished
+    # Metadata by request id; `complete` once finished.
+    requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     stems: dict[str, None] = field(default_factory=dict)  # payloads with rows, in order of appearance
     num_entries: int = 0
     dtype: str = "float32"
@@ -121,9 +120,8 @@ class Seal:
         if not self.replaces:
             return []
         names = [name for name in os.listdir(self.directory) if name.endswith(ending)]
-        if (
-            self.contents.header["pp_size"] > 1
-        ):  # stages share a directory; each replaces files with its own names
+        # Stages share a directory; each replaces files with its own names.
+        if self.contents.header["pp_size"] > 1:
             return [name for name in names if name.removesuffix(ending) in self.stems]
         return names
 

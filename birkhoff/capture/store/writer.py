@@ -242,9 +242,8 @@ class CaptureWriter:
             "pp_size": options.pp_size,
         }
         full = os.path.join(self.root, directory)
-        if os.path.lexists(
-            os.path.join(full, stem + JOURNAL)
-        ):  # of a failed capture that could not be removed
+        # A journal of a failed capture that could not be removed.
+        if os.path.lexists(os.path.join(full, stem + JOURNAL)):
             repair_file(self._disk, self.root, full, stem + JOURNAL, RepairReport(), sync=options.fsync)
         # the replaced capture stays until the new one is complete
         atomic = options.atomic_publish or header["replace"]

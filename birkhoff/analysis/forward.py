@@ -118,7 +118,13 @@ def resolve_edits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) ->
 
 def logits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[torch.Tensor]:
     """Next-token logits [T, vocab] of each text; with a graph inside an `engine.grad()` block."""
-    edits = resolve_edits(engine, texts, steer)
+    return edited_logits(engine, texts, resolve_edits(engine, texts, steer))
+
+
+def edited_logits(
+    engine: Engine, texts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]
+) -> list[torch.Tensor]:
+    """`logits` with the resolved edits of each text."""
     gradients = engine.gradients.active
     if gradients is not None:
         return [gradients.logits(ids, text_tap(engine, ids, each)) for ids, each in zip(texts, edits)]

@@ -136,7 +136,7 @@ def patch_sweep(
 ) -> PatchSweep:
     """Patch every selected site of `corrupt` with its activation in `clean`, one at a time, and measure each run."""
     target = _one_text(engine, corrupt)
-    heads = _heads(engine) if over == "heads" else None
+    heads = head_hook(engine) if over == "heads" else None
     sites = _sites(engine, over if heads is None else heads[0], layers)
     run = _run_of(engine, clean, {hook: list(rows) for hook, rows in sites.items()})
     measure = resolve_metric(engine, metric, len(target), gradients=False)
@@ -213,7 +213,7 @@ def _run_of(engine: Engine, source: Any, hooks: Mapping[str, Any]) -> Any:
     return trace(engine, [_one_text(engine, source)], hooks, None)[0]
 
 
-def _heads(engine: Engine) -> tuple[str, int]:
+def head_hook(engine: Engine) -> tuple[str, int]:
     """The hook that holds the outputs of the heads side by side, and their number."""
     if "attn_head_out" in engine.schema:
         return "attn_head_out", engine.schema["attn_head_out"].logical_shape[0]

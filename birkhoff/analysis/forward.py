@@ -42,6 +42,17 @@ def texts_of(engine: Engine, prompts: Any) -> tuple[list[list[int]], bool]:
     return [engine.prompt_ids(prompt) for prompt in each], single
 
 
+def one_text(engine: Engine, prompt: Any, call: str) -> list[int]:
+    """The token ids of one prompt; `call` is what takes it, for the error that refuses several."""
+    texts, single = texts_of(engine, prompt)
+    if not single:
+        raise PromptError(
+            f"{call} takes one prompt, a text, token ids or chat messages, and this is a list of {len(texts)}. Pass "
+            "them one by one."
+        )
+    return texts[0]
+
+
 def residual_hook(engine: Engine) -> str:
     """The hook of the residual, or the streams, entering a layer."""
     return "pre_attn" if engine.num_streams is None else "mhc_streams_pre_attn"

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.forward import texts_of, trace
+from birkhoff.analysis.forward import one_text, trace
 from birkhoff.analysis.metric import token_id
-from birkhoff.errors import OptionError, PromptError, SiteError, UnsupportedModel, quoted
+from birkhoff.errors import OptionError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int
 from birkhoff.trace import Trace
@@ -129,10 +129,7 @@ def logit_attribution(
 ) -> LogitAttribution:
     """The terms of the logit of `token` after the token at `position`; by default of the most likely token. Two tokens
     give the terms of the difference of their logits."""
-    texts, single = texts_of(engine, prompt)
-    if not single:
-        raise PromptError("logit_attribution takes one prompt: a text, token ids or chat messages.")
-    ids = texts[0]
+    ids = one_text(engine, prompt, "logit_attribution")
     if as_int(position) is None or not -len(ids) <= position < len(ids):
         raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
     at = position % len(ids)

@@ -292,8 +292,18 @@ def test_results(engine):
     assert "mhc_streams" in str(top[0])
     same = scores.agreement(scores, 7)
     assert (same.spearman, same.overlap, same.k) == (pytest.approx(1.0), 7, 7)
-    with pytest.raises(SiteError, match="was not attributed"):
-        scores["mlp_out", 0]
+    count = engine.config.num_hidden_layers
+    assert scores["mhc_streams_pre_attn", 3 - count].equal(dense)
+    assert scores["blocks.3.hook_in"].equal(dense) and scores["mhc_streams_post_mlp", 2].equal(dense)
+    for key in (("mlp_out", 0), ("mhc_streams_pre_attn", 99), "mhc_streams_pre_attn", 7):
+        with pytest.raises(SiteError, match="was not attributed"):
+            scores[key]
+    for several in (
+        lambda: engine.attribute(["abcd", "abce"], "a"),
+        lambda: engine.circuit(["ab", "cd"], "a"),
+    ):
+        with pytest.raises(PromptError, match="takes one prompt"):
+            several()
     for by in ((), ("hidden",)):
         with pytest.raises(OptionError, match="expected some of"):
             scores.sum(by)

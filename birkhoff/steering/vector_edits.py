@@ -90,6 +90,9 @@ class VectorEdit(RequestEdit):
             site_names.from_tool(edit.hook, num_layers, site_names.has_streams(schema)) is not None
             or (edit.hook in schema and schema[edit.hook].once)
         )  # the hook says its layer itself
+        why = None if edit.hook is None else _unknown(edit.hook, schema)
+        if why is not None:
+            raise SteeringError(why)
         if edit.hook is None or (edit.layers is None and not named):
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
@@ -128,9 +131,6 @@ class VectorEdit(RequestEdit):
 
     def _addresses(self, name: str, schema: Schema, num_layers: int) -> list[tuple[int, Key, Any]]:
         """The layers that one hook is edited at, with their sites and the path of the edit there."""
-        why = site_names.refusal(name, schema)
-        if why is not None:
-            raise SteeringError(why)
         addresses: list[tuple[int, Key, Any]] = []
         for layer, (hook, at) in site_names.select(name, self.layers, schema, num_layers).items():
             _check_op(self.op, hook, schema)
@@ -465,6 +465,12 @@ class ResolvedVectorEdit(ResolvedEdit):
             "doubly_stochastic": self.renormalised or all(_keeps_sums(self.sites[key]) for key in mixers),
         }
         return {**super().describe(), "mixers": report}
+
+
+def _unknown(hook: str, schema: Schema) -> str | None:
+    """Why this model has no hook, or group of hooks, of this name; None if it has."""
+    reasons = (site_names.refusal(name, schema) for name in site_names.members(hook, schema))
+    return next((why for why in reasons if why is not None), None)
 
 
 def check_directions(edits: Sequence[ResolvedEdit]) -> None:

@@ -72,6 +72,18 @@ def test_vectors_in_the_shape_of_a_row(engine, clean):
         engine.logits(CORRUPT, [Add(clean["mlp_out", 2], "mlp_out", [2])])
 
 
+def test_an_unknown_hook_without_layers_is_answered_with_the_right_one(engine):
+    for hook, instead in (
+        ("blocks.2.hook_resid_pre", HOOK),
+        ("mlp_ot", "mlp_out"),
+        ("mhc_mix", "mhc_head_mix"),
+    ):
+        with pytest.raises(SteeringError, match=f"is not a hook of this model.*'{instead}'"):
+            engine.logits(CORRUPT, [Patch(0, hook)])
+    with pytest.raises(SteeringError, match="says no layers"):
+        engine.logits(CORRUPT, [Patch(0, "mlp_out")])
+
+
 def test_a_patch_of_a_trace_has_the_rows_of_that_run(engine, clean):
     """The tensor after the patch is the tensor of the clean run, and everything after it follows."""
     after = engine.trace(CORRUPT, steer=[Patch(clean, HOOK, [3], where=[2, -1])])

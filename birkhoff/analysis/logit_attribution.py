@@ -7,9 +7,10 @@ is linear in every output, and so is the logit once the scale of the final norm 
     c <- head mix            the weight of each stream in the merged residual
     term of y = sum_k c[k] post[k] <u, y>,      c[j] <- sum_k res_mix[j, k] c[k]
 
-with u the direction of the token behind the final norm. What is not an output of a sublayer (rounding, and edits of the
-pass) is the difference between the streams of the pass and what its outputs make of them; it is a term too, so the
-terms always sum to the logit. On an ordinary model there is one stream, and every weight is one."""
+with u the direction of the token behind the final norm. All tensors are those after the edits of the pass: an output
+that is ablated has no term. What is not an output of a sublayer (rounding, and edits of the streams) is the difference
+between the streams of the pass and what its outputs make of them; it is a term too, so the terms always sum to the
+logit. On an ordinary model there is one stream, and every weight is one."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def logit_attribution(
     if whole:
         engine.v4_model  # noqa: B018  the mixers of a V4 of another backend are not all visible
     hooks: Sequence[str] = _V4_HOOKS if whole else _ordinary_hooks(engine)
-    recorded = trace(engine, [ids], hooks, None if steer is None else [steer])[0]
+    recorded = trace(engine, [ids], hooks, None if steer is None else [steer], "carried")[0]
     tokens = tokens or [int(recorded.logits[at].argmax())]
     with torch.no_grad():
         parts = (

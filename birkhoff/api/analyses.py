@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from birkhoff.analysis.activations_store import ActStream, iter_activations
-from birkhoff.analysis.attention import attention
+from birkhoff.analysis.attention import attention, attention_patterns
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
 from birkhoff.analysis.attribution import Attribution
 from birkhoff.analysis.circuit import Circuit, find_circuit
@@ -89,6 +89,16 @@ class Analyses:
 
         Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
         return self._each(prompts, lambda engine, texts: attention(engine, texts, position, steer))
+
+    def attention_patterns(
+        self, prompts: Prompt | Sequence[Prompt], layers: Any = "all", steer: Steering = None
+    ) -> Any:
+        """Attention weights of every head and token, `{layer: AttentionPattern}`; for a list of prompts, one such
+        mapping for each.
+
+        A pattern has `window` [heads, query, key], the weights of single tokens, `entries` those of compressed blocks,
+        `sink`, and `by_token()`, which spreads blocks over their tokens."""
+        return self._each(prompts, lambda engine, texts: attention_patterns(engine, texts, layers, steer))
 
     def patch(
         self,

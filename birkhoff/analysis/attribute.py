@@ -163,7 +163,7 @@ def attribute(
         compared.baseline_value,
         ids,
         [
-            SiteScores(nodes.key, nodes.axes, nodes.index, each.detach().float().cpu())
+            SiteScores(nodes.key, nodes.axes, nodes.sizes, nodes.index, each.detach().float().cpu())
             for nodes, each in zip(compared.nodes, scores)
         ],
         engine.token_texts(ids),
@@ -212,7 +212,8 @@ def compare_texts(
     for key in experts:
         parts = expert_parts(engine.v4_model, key[1], values)
         their_parts = None if theirs is None else expert_parts(engine.v4_model, key[1], theirs)
-        nodes.append(ExpertNodes(key, values[key], *parts, their_parts))
+        count = engine.v4_model.config.n_routed_experts
+        nodes.append(ExpertNodes(key, values[key], *parts, count, their_parts))
     for key, (sae, view) in features.items():
         context = feature_context(engine.model, key, values)
         nodes.append(

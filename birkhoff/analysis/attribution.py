@@ -41,10 +41,12 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class SiteScores:
-    """The nodes of one site: `index` [N, 1 + axes] (position first) and `scores` [N], on the host."""
+    """The nodes of one site: `index` [N, 1 + axes] (position first) and `scores` [N], on the host. `sizes` are those of
+    `axes`: all experts of the layer, not only the chosen ones."""
 
     key: Key
     axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     index: torch.Tensor
     scores: torch.Tensor
 
@@ -101,8 +103,7 @@ class Attribution:
         address = address_of(named, self.num_layers, self.streams)
         for site in self.sites:
             if site.key == address:
-                size = [len(self.token_ids), *(site.index[:, 1:].max(0).values + 1).tolist()]
-                dense = torch.zeros(size)
+                dense = torch.zeros(len(self.token_ids), *site.sizes)
                 dense[tuple(site.index.T)] = site.scores
                 return dense
         hooks = ", ".join(f"{hook}[{layer}]" for hook, layer in (site.key for site in self.sites))

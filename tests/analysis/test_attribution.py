@@ -273,6 +273,21 @@ def test_edits_apply_to_every_pass(engine):
     assert node.score == pytest.approx(scores.value - metric(engine.logits(IDS, [*steer, edit])), abs=2e-4)
 
 
+def test_dense_scores_have_all_experts_streams_and_features(engine):
+    """The shape depends on the model, not on which experts a text chose or which features were active."""
+    short = engine.attribute([1, 2], METRIC, "experts")
+    count = engine.config.n_routed_experts
+    for layer in range(engine.config.num_hidden_layers):
+        assert short["mlp_out", layer].shape == (2, count)
+        assert int((short["mlp_out", layer] != 0).sum(1).max()) <= engine.config.num_experts_per_tok
+    assert engine.attribute([1, 2], METRIC, "streams")["mhc_streams_pre_attn", 2].shape == (2, 4)
+    quiet = random_sae("jumprelu", 8, 64, seed=4, hook="mlp_out", layer=2, view="single")
+    quiet.activation.threshold.fill_(1e9)  # no feature is ever active
+    with engine.attach("quiet", quiet, kind="full"):
+        scores = engine.attribute([1, 2], METRIC, "features:quiet")
+    assert len(scores) == 0 and scores["mlp_out", 2].shape == (2, 8) and not scores["mlp_out", 2].any()
+
+
 def test_results(engine):
     scores = engine.attribute("abcd", ("a", "b"), "streams", layers=[2, 3])
     assert len(scores) == len(list(scores)) == len(scores.scores) and scores.tokens[-1] == "d"

@@ -134,6 +134,8 @@ def logit_attribution(
     if as_int(position) is None or not -len(ids) <= position < len(ids):
         raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
     at = position % len(ids)
+    if isinstance(token, torch.Tensor) and not token.is_floating_point():
+        token = token.tolist()
     pair = () if token is None else tuple(token) if isinstance(token, (list, tuple)) else (token,)
     if len(pair) > 2:
         raise OptionError(f"token is {quoted(token)}, expected one token, or two to subtract.")

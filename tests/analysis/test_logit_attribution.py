@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff import Add, AttentionEdit, ExpertSet, Patch, Scale
+from birkhoff import Add, AttentionEdit, ExpertSet, LogProb, Patch, Scale
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError, PromptError, SiteError
 
@@ -179,3 +179,22 @@ def test_refusals(engine):
     ]:
         with pytest.raises(kind, match=says):
             call()
+
+
+def test_tokens_as_tensors(engine):
+    """Ids as PyTorch gives them: `logits[-1].argmax()`, `topk(2).indices`."""
+    logits = engine.logits(IDS)
+    best, pair = logits[-1].argmax(), logits[-1].topk(2).indices
+    plain = engine.logit_attribution(IDS, int(best))
+    assert engine.logit_attribution(IDS, best).by("layer") == plain.by("layer")
+    difference = engine.logit_attribution(IDS, pair)
+    assert difference.tokens == tuple(pair.tolist())
+    for metric in (best, pair, LogProb(best), (best, pair[1])):
+        scores = engine.attribute(IDS, metric, "post_attn", layers=[2])
+        assert len(scores) == len(IDS)
+    assert engine.attribute(IDS, pair, "post_attn", layers=[2]).value == pytest.approx(
+        difference.logit, abs=1e-4
+    )
+    for wrong in (torch.tensor(0.5), torch.tensor(True), torch.tensor([1, 2, 3])):
+        with pytest.raises(OptionError, match="expected"):
+            engine.logit_attribution(IDS, wrong)

@@ -14,7 +14,7 @@ from birkhoff import notebook
 from birkhoff.atomic_file import save_tensors
 from birkhoff.capture.sinks.captured_rows import spans
 from birkhoff.errors import DataError, SiteError, did_you_mean, quoted
-from birkhoff.hooks.site_names import Address, counterpart, follow_alias, from_tool
+from birkhoff.hooks.site_names import Address, address_of, counterpart, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
 from birkhoff.small_file import check_regular
@@ -22,52 +22,31 @@ from birkhoff.small_file import check_regular
 _FORMAT = "birkhoff trace 1"
 
 
-class Trace(Mapping[Address, torch.Tensor]):
-    """The tensors of one text: a mapping from (hook, layer) to `[T, *row_shape]`.
+class TensorsBySite(Mapping[Address, torch.Tensor]):
+    """Tensors of one text by (hook, layer), ordered by layer, then as in the table of hooks.
 
-        trace["mlp_out", 3]          [T, d]
-        trace["mlp_out", -1]         the last layer
-        trace["mlp_out"]             [layers, T, d]: stacked over the traced layers, see `layers`
-        trace["blocks.3.hook_in"]    by the name of the tensor in TransformerLens
-        trace.logits                 [T, vocab], next-token logits at every position
+    Keys may have aliases, negative layers and names of other tools; a hook alone gives its tensors stacked over their
+    layers."""
 
-    Keys are ordered by layer, then in the order of the table of hooks, as those of `output.acts`. Hooks that fire once
-    per model have the index of the last layer, and no layer axis when asked for by name. `token_ids` and `tokens` are
-    the text; `tokens` is None for a model without a tokenizer."""
+    _absent, _holder, _name = "is not here", "This mapping", "tensors"  # words of its errors
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        tensors: Mapping[Address, torch.Tensor],
-        num_layers: int,
-        streams: bool = True,
-        token_ids: Sequence[int] = (),
-        tokens: Sequence[str] | None = None,
-    ):
+    def __init__(self, tensors: Mapping[Address, torch.Tensor], num_layers: int, streams: bool = True):
         """`streams`: whether the model has several residual streams, which decides what names of other tools mean."""
-        self.logits = logits
         order = sorted(tensors, key=lambda address: (address[1], BY_NAME[address[0]].id))
         self._tensors = {address: tensors[address] for address in order}
         self.num_layers = num_layers
         self.streams = streams
-        self.token_ids = list(token_ids)
-        self.tokens = None if tokens is None else list(tokens)
-
-    @property
-    def sites(self) -> set[Address]:
-        """The keys as a set."""
-        return set(self._tensors)
 
     @property
     def hooks(self) -> list[str]:
-        """The traced hooks, in the order of the keys."""
+        """The hooks, in the order of the keys."""
         return list(dict.fromkeys(hook for hook, _ in self._tensors))
 
     def layers(self, hook: str) -> list[int]:
-        """The layers at which a hook was traced, ascending; empty if it was not."""
+        """The layers that have a tensor of a hook, ascending; empty if none has."""
         foreign = from_tool(hook, self.num_layers, self.streams)
         if foreign is not None:
-            return [foreign[1]] if self._address(foreign) in self._tensors else []
+            return [foreign[1]] if follow_alias(*foreign, self.num_layers) in self._tensors else []
         return [
             layer
             for layer in range(self.num_layers)
@@ -81,7 +60,11 @@ class Trace(Mapping[Address, torch.Tensor]):
         return len(self._tensors)
 
     def __contains__(self, key: object) -> bool:
-        return bool(self.layers(key)) if isinstance(key, str) else self._address(key) in self._tensors
+        return (
+            bool(self.layers(key))
+            if isinstance(key, str)
+            else address_of(key, self.num_layers, self.streams) in self._tensors
+        )
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
@@ -91,8 +74,8 @@ class Trace(Mapping[Address, torch.Tensor]):
 
     def __getitem__(self, key: Address | str) -> torch.Tensor:
         if not isinstance(key, str):
-            address = self._address(key)
-            if address not in self._tensors:
+            address = address_of(key, self.num_layers, self.streams)
+            if address is None or address not in self._tensors:
                 raise self._missing(key)
             return self._tensors[address]
         layers = self.layers(key)
@@ -105,26 +88,6 @@ class Trace(Mapping[Address, torch.Tensor]):
             return self[key, layers[0]]
         return torch.stack([self[key, layer] for layer in layers])
 
-    def _address(self, key: Any) -> Any:
-        """The address a key stands for: aliases, names of other tools and negative layers are followed; anything else
-        is no key."""
-        if (
-            not isinstance(key, tuple)
-            or len(key) != 2
-            or not isinstance(key[0], str)
-            or as_int(key[1]) is None
-        ):
-            return None
-        hook, layer = key[0], int(key[1])
-        foreign = from_tool(hook, self.num_layers, self.streams)
-        if foreign is not None:
-            return follow_alias(*foreign, self.num_layers) if layer == foreign[1] else None
-        if not -self.num_layers <= layer < self.num_layers:
-            return None
-        if hook in BY_NAME and BY_NAME[hook].once:
-            return hook, self.num_layers - 1
-        return follow_alias(hook, layer % self.num_layers, self.num_layers)
-
     def _missing(self, key: Any) -> SiteError:
         hook, layer = (*key, None)[:2] if isinstance(key, tuple) and key else (key, None)
         number, hint = as_int(layer), ""
@@ -134,9 +97,45 @@ class Trace(Mapping[Address, torch.Tensor]):
             hint = f" There is no layer {number}."
         last = self.num_layers - 1
         return SiteError(
-            f"{quoted(key)} was not traced.{hint} This trace holds {', '.join(sorted(self.hooks)) or 'nothing'}; "
-            f"ask with trace[hook, layer], layers 0..{last} (or from -{self.num_layers}), or trace[hook] for all."
+            f"{quoted(key)} {self._absent}.{hint} {self._holder} holds {', '.join(sorted(self.hooks)) or 'nothing'}; "
+            f"ask with {self._name}[hook, layer], layers 0..{last} (or from -{self.num_layers}), or {self._name}[hook] "
+            "for all."
         )
+
+
+class Trace(TensorsBySite):
+    """The tensors of one text: a mapping from (hook, layer) to `[T, *row_shape]`.
+
+        trace["mlp_out", 3]          [T, d]
+        trace["mlp_out", -1]         the last layer
+        trace["mlp_out"]             [layers, T, d]: stacked over the traced layers, see `layers`
+        trace["blocks.3.hook_in"]    by the name of the tensor in TransformerLens
+        trace.logits                 [T, vocab], next-token logits at every position
+
+    Keys are ordered by layer, then in the order of the table of hooks, as those of `output.acts`. Hooks that fire once
+    per model have the index of the last layer, and no layer axis when asked for by name. `token_ids` and `tokens` are
+    the text; `tokens` is None for a model without a tokenizer."""
+
+    _absent, _holder, _name = "was not traced", "This trace", "trace"
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        tensors: Mapping[Address, torch.Tensor],
+        num_layers: int,
+        streams: bool = True,
+        token_ids: Sequence[int] = (),
+        tokens: Sequence[str] | None = None,
+    ):
+        super().__init__(tensors, num_layers, streams)
+        self.logits = logits
+        self.token_ids = list(token_ids)
+        self.tokens = None if tokens is None else list(tokens)
+
+    @property
+    def sites(self) -> set[Address]:
+        """The keys as a set."""
+        return set(self._tensors)
 
     def numpy(self) -> dict[Address, np.ndarray[Any, Any]]:
         """All tensors as NumPy arrays by (hook, layer); bfloat16 becomes float32, which NumPy has."""

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Add, Capture, Patch
+from birkhoff import Add, AttentionEdit, Capture, ExpertSet, Patch, Scale
 from birkhoff.convert.synth import synth
 from birkhoff.errors import (
     CaptureValidationError,
     DataError,
+    OptionError,
     PromptError,
     SelectorError,
     SiteError,
@@ -39,6 +40,33 @@ def engine(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trace(engine):
     return engine.trace(IDS)
+
+
+def test_tensors_before_and_after_the_edits_of_their_site(engine, trace):
+    """`capture_point="after"` gives what a capture of the same name gives; other texts of the pass keep theirs."""
+    one, streams = torch.linspace(-2, 2, 64), "mhc_streams_pre_attn"
+    cases = [("mlp_out", Add(one, "mlp_out", [2])), ("mlp_out", Patch(0, "mlp_out", [2], where=[1]))]
+    cases += [(streams, Add(one, streams, [2], streams=[1], path=path)) for path in ("both", "read", "carry")]
+    cases += [
+        ("moe_topk", ExpertSet([2], ban=[0, 1])),
+        ("attn_head_out", AttentionEdit([2], heads=[1])),
+        ("mhc_attn_res_mix", Patch("identity", "mhc_attn_res_mix", [2])),
+        ("mhc_ffn_pre_mix", Scale(0, "mhc_ffn_pre_mix", [2])),
+    ]
+    for hook, edit in cases:
+        capture = Capture({hook: [2]}, "all_prompt", capture_point="after")
+        expected = engine.generate(IDS, max_tokens=1, capture=capture, steer=[edit]).acts[hook, 2].tensor
+        after = engine.trace([IDS, IDS], hook, steer=[[edit], None], capture_point="after")
+        before = engine.trace(IDS, hook, steer=[edit])
+        assert torch.allclose(after[0][hook, 2], expected, atol=1e-5), (hook, edit)
+        assert torch.allclose(before[hook, 2], trace[hook, 2], atol=1e-5)
+        assert torch.allclose(after[1][hook, 2], trace[hook, 2], atol=1e-5)
+        assert not torch.allclose(after[0][hook, 2], before[hook, 2], atol=1e-3)
+    mixed = [[Add(one, streams, [2], streams=[1], path=path)] for path in ("read", "carry")]
+    both = engine.trace([IDS, IDS], streams, steer=mixed, capture_point="after")
+    assert torch.allclose(both[0][streams, 2], both[1][streams, 2], atol=1e-5)
+    with pytest.raises(OptionError, match="capture_point is 'later'"):
+        engine.trace(IDS, capture_point="later")
 
 
 def test_a_trace_is_a_mapping(engine, trace):

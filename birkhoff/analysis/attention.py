@@ -15,6 +15,7 @@ import torch
 
 from birkhoff.analysis.forward import passes, resolve_edits, run_texts
 from birkhoff.errors import SiteError, quoted
+from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.tap import RowReader
 from birkhoff.option_checks import as_int
 
@@ -52,6 +53,61 @@ class AttentionReadout:
             chosen[first[compressed] // ratio] = True
             entries[first[compressed] // ratio] = mean[compressed]
         return cls(ratio, int(first[0]), mean[in_window], entries, chosen, float(mean[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPattern:
+    """Attention of every head and token of a text in one layer. For each head and query, the weights of `window`,
+    `entries` and `sink` sum to 1; what is not attended to is 0."""
+
+    layer: int
+    ratio: int  # tokens per compressed entry; 0: the layer has none
+    window: torch.Tensor  # [heads, T, T]: single tokens, from query to key
+    entries: torch.Tensor  # [heads, T, E]: entry e covers tokens e * ratio .. (e + 1) * ratio - 1
+    sink: torch.Tensor  # [heads, T]
+
+    def by_token(self) -> torch.Tensor:
+        """[heads, T, T]: `window`, and the weight of every entry in equal parts on the tokens it covers."""
+        spread = self.window.clone()
+        covered = self.entries.shape[-1] * self.ratio
+        if covered:
+            spread[:, :, :covered] += (self.entries / self.ratio).repeat_interleave(self.ratio, dim=-1)
+        return spread
+
+    def __repr__(self) -> str:
+        heads, tokens, entries = self.entries.shape
+        return f"AttentionPattern(layer {self.layer}, {heads} heads, {tokens} tokens, {entries} compressed entries)"
+
+
+def attention_patterns(
+    engine: Engine, texts: Sequence[Sequence[int]], layers: Any = "all", steer: Steering = None
+) -> list[dict[int, AttentionPattern]]:
+    """Return for each text the patterns of the selected layers, by layer, on the host."""
+    config = engine.v4_model.config
+    chosen = set(parse_layers(layers).expand(config.num_hidden_layers))
+    patterns: list[dict[int, AttentionPattern]] = [{} for _ in texts]
+
+    def read(index: int, layer: int, rows: RowReader) -> None:
+        if layer not in chosen:
+            return
+        length, ratio, heads = len(texts[index]), config.compress_ratios[layer], config.num_attention_heads
+        window = torch.zeros(heads, length, length)
+        entries = torch.zeros(heads, length, length // ratio if ratio else 0)
+        sink = torch.zeros(heads, length)
+        for start in range(0, length, QUERY_BLOCK):
+            queries = range(start, min(start + QUERY_BLOCK, length))
+            for query, own in zip(queries, rows(queries)):
+                own = own.cpu()
+                first, count, weights = own[:, 0].long(), own[:, 1] - own[:, 0], own[:, 2:].T
+                single, compressed = count == 1, count > 1
+                window[:, query, first[single]] = weights[:, single]
+                if ratio:
+                    entries[:, query, first[compressed] // ratio] = weights[:, compressed]
+                sink[:, query] = weights[:, -1]
+        patterns[index][layer] = AttentionPattern(layer, ratio, window, entries, sink)
+
+    _run(engine, texts, steer, read)
+    return patterns
 
 
 def attention(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff.analysis.attribution import Attribution, SiteScores
-from birkhoff.analysis.forward import residual_hook, text_tap
+from birkhoff.analysis.forward import one_text, residual_hook, text_tap
 from birkhoff.analysis.gradients import Change, GraphTensorsTap, SiteTensors, run_with_graph
 from birkhoff.analysis.metric import ResolvedMetric, resolve_metric
 from birkhoff.analysis.nodes import ExpertNodes, FeatureNodes, Nodes, SiteNodes, feature_context, mean_row
@@ -144,7 +144,7 @@ def attribute(
     """See `Engine.attribute`. `max_exact_nodes` bounds the runs of the exact method."""
     check_int("max_batch_tokens", max_batch_tokens)
     check_method(method, steps)
-    ids = engine.prompt_ids(prompt)
+    ids = one_text(engine, prompt, "attribute")
     passes = TextPasses(
         engine, ids, resolve_metric(engine, metric, len(ids)), steer, max_batch_tokens, recompute
     )
@@ -163,10 +163,12 @@ def attribute(
         compared.baseline_value,
         ids,
         [
-            SiteScores(nodes.key, nodes.axes, nodes.index, each.detach().float().cpu())
+            SiteScores(nodes.key, nodes.axes, nodes.sizes, nodes.index, each.detach().float().cpu())
             for nodes, each in zip(compared.nodes, scores)
         ],
         engine.token_texts(ids),
+        engine.config.num_hidden_layers,
+        site_names.has_streams(engine.schema),
     )
 
 
@@ -210,7 +212,8 @@ def compare_texts(
     for key in experts:
         parts = expert_parts(engine.v4_model, key[1], values)
         their_parts = None if theirs is None else expert_parts(engine.v4_model, key[1], theirs)
-        nodes.append(ExpertNodes(key, values[key], *parts, their_parts))
+        count = engine.v4_model.config.n_routed_experts
+        nodes.append(ExpertNodes(key, values[key], *parts, count, their_parts))
     for key, (sae, view) in features.items():
         context = feature_context(engine.model, key, values)
         nodes.append(
@@ -350,7 +353,7 @@ def _baseline_ids(engine: Engine, baseline: Any, ids: list[int]) -> list[int] | 
     """The token ids of a baseline text; None for zeros and means."""
     if baseline is None or (isinstance(baseline, str) and baseline in ("zero", "mean")):
         return None
-    other = engine.prompt_ids(baseline)
+    other = one_text(engine, baseline, "a baseline")
     if len(other) != len(ids):
         raise PromptError(
             f"the baseline has {len(other)} tokens and the text {len(ids)}; positions are compared one by one. Give a "

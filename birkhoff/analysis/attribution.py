@@ -10,6 +10,7 @@ import torch
 
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.plan import Key
+from birkhoff.hooks.site_names import address_of, from_tool
 from birkhoff.option_checks import check_int
 
 
@@ -40,10 +41,12 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class SiteScores:
-    """The nodes of one site: `index` [N, 1 + axes] (position first) and `scores` [N], on the host."""
+    """The nodes of one site: `index` [N, 1 + axes] (position first) and `scores` [N], on the host. `sizes` are those of
+    `axes`: all experts of the layer, not only the chosen ones."""
 
     key: Key
     axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     index: torch.Tensor
     scores: torch.Tensor
 
@@ -77,6 +80,8 @@ class Attribution:
     token_ids: list[int]
     sites: list[SiteScores] = field(repr=False)
     tokens: list[str] | None = field(default=None, repr=False)
+    num_layers: int = field(default=0, repr=False)
+    streams: bool = field(default=True, repr=False)  # whether the model has several residual streams
 
     def __len__(self) -> int:
         return sum(len(site.scores) for site in self.sites)
@@ -91,12 +96,14 @@ class Attribution:
         """The scores of all nodes, [N], in the order of iteration."""
         return torch.cat([site.scores for site in self.sites])
 
-    def __getitem__(self, key: Key) -> torch.Tensor:
-        """Scores of one site as a dense tensor: [T], or [T, streams], [T, heads], [T, experts], [T, features]."""
+    def __getitem__(self, key: Key | str) -> torch.Tensor:
+        """Scores of one site as a dense tensor: [T], or [T, streams], [T, heads], [T, experts], [T, features]. Keys are
+        those of a `Trace`: (hook, layer) with negative layers, or the name of one tensor in another tool."""
+        named = from_tool(key, self.num_layers, self.streams) if isinstance(key, str) else key
+        address = address_of(named, self.num_layers, self.streams)
         for site in self.sites:
-            if site.key == key:
-                size = [len(self.token_ids), *(site.index[:, 1:].max(0).values + 1).tolist()]
-                dense = torch.zeros(size)
+            if site.key == address:
+                dense = torch.zeros(len(self.token_ids), *site.sizes)
                 dense[tuple(site.index.T)] = site.scores
                 return dense
         hooks = ", ".join(f"{hook}[{layer}]" for hook, layer in (site.key for site in self.sites))

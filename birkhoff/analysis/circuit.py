@@ -25,6 +25,7 @@ import torch
 from birkhoff.analysis.attribute import TextPasses, check_method, compare_texts, score_nodes
 from birkhoff.analysis.attribution import Node
 from birkhoff.analysis.circuit_svg import circuit_svg
+from birkhoff.analysis.forward import one_text
 from birkhoff.analysis.gradients import Change
 from birkhoff.analysis.metric import resolve_metric
 from birkhoff.analysis.nodes import Nodes, SiteNodes
@@ -117,7 +118,7 @@ class Circuit:
         self, engine: Engine, prompt: Any, metric: Any, baseline: Any = None, steer: Any = None
     ) -> Faithfulness:
         """Measure the same nodes on another text of the same length."""
-        ids = engine.prompt_ids(prompt)
+        ids = one_text(engine, prompt, "evaluate")
         if len(ids) != len(self.token_ids):
             raise OptionError(
                 f"the text has {len(ids)} tokens, the circuit has nodes of {len(self.token_ids)} positions. Give a "
@@ -165,7 +166,7 @@ def find_circuit(
     check_float("faithfulness", faithfulness, 0.0, 1.0, exclude_low=True)
     check_int("max_batch_tokens", max_batch_tokens)
     check_method(method, steps)
-    ids = engine.prompt_ids(prompt)
+    ids = one_text(engine, prompt, "circuit")
     passes = TextPasses(engine, ids, resolve_metric(engine, metric, len(ids)), steer, max_batch_tokens)
     compared = compare_texts(passes, over, "all", baseline, needs_change=True)
     nodes = compared.nodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from birkhoff.hooks.layers import ALL_LAYERS, parse_layers
 from birkhoff.hooks.plan import Edit, Key, Plan, Span
 from birkhoff.hooks.site_names import has_streams, refusal, resolve, select
 from birkhoff.hooks.sites import ATTN_WEIGHTS, Site
-from birkhoff.hooks.tap import NoTap, ReadingTap, RecordingTap, RowReader, Tap
+from birkhoff.hooks.tap import LeavingTap, NoTap, ReadingTap, RecordingTap, RowReader, Tap
 from birkhoff.sae.feature_probe import STRONGEST, Feature, active_features, order_of
 from birkhoff.steering.resolver import per_prompt_edits
 from birkhoff.text.prompts import Prompt, is_single
@@ -28,6 +28,7 @@ from birkhoff.trace import Trace
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
+Point = Literal["before", "after", "carried"]
 PASS_TOKENS = 4096  # tokens of several texts that run in one pass; one longer text runs alone
 
 
@@ -40,6 +41,17 @@ def texts_of(engine: Engine, prompts: Any) -> tuple[list[list[int]], bool]:
             "the list of prompts is empty. Pass a text, token ids, chat messages, or a list of those."
         )
     return [engine.prompt_ids(prompt) for prompt in each], single
+
+
+def one_text(engine: Engine, prompt: Any, call: str) -> list[int]:
+    """The token ids of one prompt; `call` is what takes it, for the error that refuses several."""
+    texts, single = texts_of(engine, prompt)
+    if not single:
+        raise PromptError(
+            f"{call} takes one prompt, a text, token ids or chat messages, and this is a list of {len(texts)}. Pass "
+            "them one by one."
+        )
+    return texts[0]
 
 
 def residual_hook(engine: Engine) -> str:
@@ -66,10 +78,12 @@ def run_texts(
     edits: Sequence[Sequence[Edit]],
     record: Any = None,
     weights: Callable[[int, int, RowReader], None] | None = None,
+    point: Point = "before",
 ) -> list[torch.Tensor]:
     """Run texts in one pass, each with its edits; returns the hidden rows [T, d] of each, for `engine.model.logits`.
 
-    `record(index, site, layer, rows)` is called at every site with the unedited rows of each text.
+    `record(index, site, layer, rows)` is called at every site with the rows of each text before or after its edits, or
+    with those that are carried after them ("carried": an edit of what a sublayer reads does not show).
     `weights(index, layer, rows)` is called in every layer of a V4 model; `rows` computes the rows of `attn_weights` of
     the tokens at given positions of a text, after its edits."""
 
@@ -93,7 +107,9 @@ def run_texts(
             for index, (row, ids) in enumerate(zip(first_rows, texts)):
                 record(index, site, layer, tensor[row : row + len(ids)])
 
-        return RecordingTap(inner, seen)
+        if point == "before":
+            return RecordingTap(inner, seen)
+        return LeavingTap(inner, seen, carried=point == "carried")
 
     hidden: list[torch.Tensor] = engine.model.run_texts(texts, tap)
     return hidden
@@ -118,7 +134,13 @@ def resolve_edits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) ->
 
 def logits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[torch.Tensor]:
     """Next-token logits [T, vocab] of each text; with a graph inside an `engine.grad()` block."""
-    edits = resolve_edits(engine, texts, steer)
+    return edited_logits(engine, texts, resolve_edits(engine, texts, steer))
+
+
+def edited_logits(
+    engine: Engine, texts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]
+) -> list[torch.Tensor]:
+    """`logits` with the resolved edits of each text."""
     gradients = engine.gradients.active
     if gradients is not None:
         return [gradients.logits(ids, text_tap(engine, ids, each)) for ids, each in zip(texts, edits)]
@@ -130,9 +152,11 @@ def logits(engine: Engine, texts: Sequence[Sequence[int]], steer: Any) -> list[t
     return results
 
 
-def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any) -> list[Trace]:
+def trace(
+    engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any, point: Point = "before"
+) -> list[Trace]:
     """Run texts and return the logits and the tensors of `hooks` of each: "all", a name, a list of names, or layers by
-    name as in a `Capture`."""
+    name as in a `Capture`. `point` is that of `run_texts`."""
     recorded = addresses(engine, hooks)
     edits = resolve_edits(engine, texts, steer)
     traces: list[Trace] = []
@@ -155,7 +179,8 @@ def trace(engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any
                 if (site.name, layer) in recorded:
                     into[index][site.name, layer] = rows.detach().clone()
 
-            hidden = run_texts(engine, [texts[i] for i in together], [edits[i] for i in together], record)
+            chosen = [texts[i] for i in together], [edits[i] for i in together]
+            hidden = run_texts(engine, *chosen, record, point=point)
             for index, rows, kept in zip(together, hidden, tensors):
                 add(texts[index], engine.model.logits(rows), kept)
     return traces

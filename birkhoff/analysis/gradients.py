@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.errors import OptionError, SiteError
 from birkhoff.hooks.edit import Routing
 from birkhoff.hooks.plan import Key
+from birkhoff.hooks.site_names import has_streams
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import Reads, RecordingTap, Tap, stack_parts
 from birkhoff.model.transformer import Transformer
+from birkhoff.trace import TensorsBySite
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -116,7 +118,8 @@ class GraphTensorsTap(RecordingTap):
 class Gradients(Mapping[Key, torch.Tensor]):
     """Forward passes with gradients, and the gradients at their sites. `g[hook, layer]` is `[T, *row_shape]`.
 
-    `g.acts[hook, layer]` is the tensor the gradient belongs to. After several passes in one block both refer to the
+    `g.acts[hook, layer]` is the tensor the gradient belongs to. Keys are those of a `Trace`: `g["mlp_out", -1]`,
+    `g["mlp_out"]` for all layers, names of other tools. After several passes in one block both refer to the
     last one; `g.passes` has all of them in order."""
 
     def __init__(self, engine: Engine, keys: Collection[Key], recompute: bool):
@@ -132,7 +135,8 @@ class Gradients(Mapping[Key, torch.Tensor]):
         ids = torch.tensor(token_ids, device=self._engine.model.device)
         with torch.enable_grad():
             logits = run_with_graph(self._engine.model, ids, GraphTensorsTap(tap, tensors), self._recompute)
-        self.passes.append(PassGradients(tensors))
+        count, streams = self._engine.config.num_hidden_layers, has_streams(self._engine.schema)
+        self.passes.append(PassGradients(tensors, count, streams))
         return logits
 
     def backward(self, value: torch.Tensor, retain_graph: bool = False) -> None:
@@ -155,7 +159,7 @@ class Gradients(Mapping[Key, torch.Tensor]):
             each.compute(value.sum(), retain_graph or index < len(self.passes) - 1)
 
     @property
-    def acts(self) -> Mapping[Key, torch.Tensor]:
+    def acts(self) -> TensorsBySite:
         return self._last.acts
 
     @property
@@ -164,8 +168,11 @@ class Gradients(Mapping[Key, torch.Tensor]):
             raise OptionError("nothing was run in this block. Call engine.logits or engine.trace inside it.")
         return self.passes[-1]
 
-    def __getitem__(self, key: Key) -> torch.Tensor:
+    def __getitem__(self, key: Key | str) -> torch.Tensor:
         return self._last[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._last
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._last)
@@ -179,19 +186,29 @@ class Gradients(Mapping[Key, torch.Tensor]):
             each.release()
 
 
+class SiteGradients(TensorsBySite):
+    _absent, _holder, _name = "has no gradient", "This block", "g"
+
+
+class SiteActs(TensorsBySite):
+    _absent, _holder, _name = "was not recorded", "This block", "g.acts"
+
+
 class PassGradients(Mapping[Key, torch.Tensor]):
     """One forward pass: its gradients by site, and the values they belong to."""
 
-    def __init__(self, tensors: SiteTensors):
+    def __init__(self, tensors: SiteTensors, num_layers: int, streams: bool):
         self._tensors: SiteTensors | None = tensors
-        self._gradients: dict[Key, torch.Tensor] = {}
-        self._acts: dict[Key, torch.Tensor] = {}
+        self._shape = num_layers, streams
+        self._gradients = SiteGradients({}, *self._shape)
+        self._acts = SiteActs({}, *self._shape)
 
     @property
-    def acts(self) -> Mapping[Key, torch.Tensor]:
+    def acts(self) -> TensorsBySite:
         """The tensors that left the sites, without their graph."""
         if self._tensors is not None:
-            self._acts = {key: self._tensors[key].detach() for key in self._tensors.parts}
+            values = {key: self._tensors[key].detach() for key in self._tensors.parts}
+            self._acts = SiteActs(values, *self._shape)
         return self._acts
 
     def nodes(self, keys: Collection[Key]) -> dict[Key, torch.Tensor]:
@@ -202,22 +219,19 @@ class PassGradients(Mapping[Key, torch.Tensor]):
     def compute(self, value: torch.Tensor, retain: bool) -> None:
         if self._tensors is None:
             raise OptionError("the block has ended and its graph is gone. Call backward inside it.")
-        self._gradients = self._tensors.gradients(value, retain)
+        self._gradients = SiteGradients(self._tensors.gradients(value, retain), *self._shape)
 
     def release(self) -> None:
-        self._acts = dict(self.acts)
+        self._acts = SiteActs(dict(self.acts), *self._shape)
         self._tensors = None
 
-    def __getitem__(self, key: Key) -> torch.Tensor:
-        if key in self._gradients:
-            return self._gradients[key]
+    def __getitem__(self, key: Key | str) -> torch.Tensor:
         if not self._gradients:
             raise SiteError("there are no gradients yet. Call g.backward(value) inside the block.")
-        hooks = ", ".join(sorted({hook for hook, _ in self._gradients}))
-        raise SiteError(
-            f"{quoted(key)} has no gradient. This block holds {hooks}; ask with g[hook, layer] and a layer the model "
-            "has."
-        )
+        return self._gradients[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._gradients
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._gradients)

@@ -3,8 +3,8 @@
 A depth is a position between layers: 0 is the embedding, `l` the output of layer `l - 1`, the last is the input of
 the head. At every depth the final norm and the head are applied to one stream (`of=2`), to the mean of the streams
 (`of="mean"`), or to the model's own stream merge (`of="head"`), which at the last depth equals the model's output bit
-for bit. An ordinary model has one residual, and "head" is its only view. Logits are computed on request, because
-those of all depths of a large model do not fit in memory.
+for bit. With edits a depth has the streams as the edits leave them. An ordinary model has one residual, and "head" is
+its only view. Logits are computed on request, because those of all depths of a large model do not fit in memory.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class Lens:
         per_stream: bool,
         tokens: list[str] | None = None,
         decode: Callable[[Sequence[int]], list[str] | None] | None = None,
+        merged: torch.Tensor | None = None,
     ):
-        """`decode` gives the text of each of some tokens."""
+        """`decode` gives the text of each of some tokens, `merged` is what the pass made of the last streams."""
         self._model = model
         self._decode = None if tokens is None else decode
         self.token_ids = token_ids
         self.tokens = tokens
         self._residuals = residuals
+        self._merged = merged
         self.per_stream = per_stream
 
     @property
@@ -73,6 +75,8 @@ class Lens:
                 single = residual[:, of]  # [T, d]
             elif of == "mean":
                 single = residual.mean(1)
+            elif self._merged is not None and depth % self.depths == self.depths - 1:
+                single = self._merged
             else:
                 single = model.merge_streams(residual) if self.per_stream else residual
             logits: torch.Tensor = model.logits(model.norm(single))
@@ -137,16 +141,18 @@ def compute_lens(
                 tokens=each.tokens,
                 decode=engine.token_texts,
             )
-            for each in trace(engine, texts, ["pre_attn", "final_hidden"], steer)
+            for each in trace(engine, texts, ["pre_attn", "final_hidden"], steer, "after")
         ]
     lenses = []
-    for each in trace(engine, texts, ["mhc_streams_pre_attn", "mhc_streams_final"], steer):
+    hooks = ["mhc_streams_pre_attn", "mhc_streams_final", "final_hidden"]
+    for each in trace(engine, texts, hooks, steer, "after"):
         residuals = [each["mhc_streams_pre_attn", layer] for layer in range(last + 1)]
         residuals.append(each["mhc_streams_final", last])
         if not per_stream:
             with torch.no_grad():
                 residuals = [engine.model.merge_streams(streams) for streams in residuals]
+        merged = each["final_hidden", last]
         lenses.append(
-            Lens(engine.model, each.token_ids, residuals, per_stream, each.tokens, engine.token_texts)
+            Lens(engine.model, each.token_ids, residuals, per_stream, each.tokens, engine.token_texts, merged)
         )
     return lenses

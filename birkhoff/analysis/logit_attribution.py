@@ -7,9 +7,10 @@ is linear in every output, and so is the logit once the scale of the final norm 
     c <- head mix            the weight of each stream in the merged residual
     term of y = sum_k c[k] post[k] <u, y>,      c[j] <- sum_k res_mix[j, k] c[k]
 
-with u the direction of the token behind the final norm. What is not an output of a sublayer (rounding, and edits of the
-pass) is the difference between the streams of the pass and what its outputs make of them; it is a term too, so the
-terms always sum to the logit. On an ordinary model there is one stream, and every weight is one."""
+with u the direction of the token behind the final norm. All tensors are those after the edits of the pass: an output
+that is ablated has no term. What is not an output of a sublayer (rounding, and edits of the streams) is the difference
+between the streams of the pass and what its outputs make of them; it is a term too, so the terms always sum to the
+logit. On an ordinary model there is one stream, and every weight is one."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.forward import texts_of, trace
+from birkhoff.analysis.forward import one_text, trace
 from birkhoff.analysis.metric import token_id
-from birkhoff.errors import OptionError, PromptError, SiteError, UnsupportedModel, quoted
+from birkhoff.errors import OptionError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int
 from birkhoff.trace import Trace
@@ -129,13 +130,12 @@ def logit_attribution(
 ) -> LogitAttribution:
     """The terms of the logit of `token` after the token at `position`; by default of the most likely token. Two tokens
     give the terms of the difference of their logits."""
-    texts, single = texts_of(engine, prompt)
-    if not single:
-        raise PromptError("logit_attribution takes one prompt: a text, token ids or chat messages.")
-    ids = texts[0]
+    ids = one_text(engine, prompt, "logit_attribution")
     if as_int(position) is None or not -len(ids) <= position < len(ids):
         raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
     at = position % len(ids)
+    if isinstance(token, torch.Tensor) and not token.is_floating_point():
+        token = token.tolist()
     pair = () if token is None else tuple(token) if isinstance(token, (list, tuple)) else (token,)
     if len(pair) > 2:
         raise OptionError(f"token is {quoted(token)}, expected one token, or two to subtract.")
@@ -144,7 +144,7 @@ def logit_attribution(
     if whole:
         engine.v4_model  # noqa: B018  the mixers of a V4 of another backend are not all visible
     hooks: Sequence[str] = _V4_HOOKS if whole else _ordinary_hooks(engine)
-    recorded = trace(engine, [ids], hooks, None if steer is None else [steer])[0]
+    recorded = trace(engine, [ids], hooks, None if steer is None else [steer], "carried")[0]
     tokens = tokens or [int(recorded.logits[at].argmax())]
     with torch.no_grad():
         parts = (

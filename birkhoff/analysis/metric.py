@@ -23,6 +23,7 @@ from birkhoff.option_checks import as_int
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
+Token = int | str | torch.Tensor  # an id, also as a tensor of one number, or a text of one token
 _FORMS = (
     'a token, a pair of tokens, LogitDiff, Logit, LogProb, or a function of the logits, e.g. (" Tom", " Ann")'
 )
@@ -32,8 +33,8 @@ _FORMS = (
 class LogitDiff:
     """Logit of `token` minus logit of `other` at `position`."""
 
-    token: int | str
-    other: int | str
+    token: Token
+    other: Token
     position: int = -1
 
 
@@ -41,7 +42,7 @@ class LogitDiff:
 class Logit:
     """Logit of `token` at `position`."""
 
-    token: int | str
+    token: Token
     position: int = -1
 
 
@@ -49,7 +50,7 @@ class Logit:
 class LogProb:
     """Log-probability of `token` at `position`."""
 
-    token: int | str
+    token: Token
     position: int = -1
 
 
@@ -79,6 +80,8 @@ def resolve_metric(engine: Engine, metric: Any, length: int, gradients: bool = T
         return metric
     if isinstance(metric, Mapping):
         metric = metric_from_json(metric)
+    if isinstance(metric, torch.Tensor) and not metric.is_floating_point():
+        metric = metric.tolist()  # one id, or two: logits[-1].topk(2).indices
     if isinstance(metric, tuple | list) and len(metric) == 2:
         metric = LogitDiff(*metric)
     if isinstance(metric, str) or as_int(metric) is not None:
@@ -121,7 +124,9 @@ def metric_from_json(raw: Mapping[str, Any]) -> LogitDiff | LogProb | Logit:
 
 
 def token_id(engine: Engine, token: Any) -> int:
-    """A token given by its id, or by a text that is one token."""
+    """A token given by its id (also a tensor of one number, `logits[-1].argmax()`) or by a text that is one token."""
+    if isinstance(token, torch.Tensor) and token.dim() == 0 and not token.is_floating_point():
+        token = token.item()
     if isinstance(token, str) and token:
         ids = engine.tokenizer.encode(token)
         if len(ids) != 1:

@@ -26,10 +26,12 @@ CHUNK = 4096  # nodes of a dictionary scored at a time
 
 
 class Nodes(Protocol):
-    """The nodes of one site of one text. `index` [N, 1 + axes]: position, then one number for each of `axes`."""
+    """The nodes of one site of one text. `index` [N, 1 + axes]: position, then one number for each of `axes`, below its
+    entry of `sizes`."""
 
     key: Key
     axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     index: torch.Tensor
     end: torch.Tensor  # [T, *row_shape]: the tensor with every node removed
 
@@ -57,6 +59,7 @@ class SiteNodes:
         self.difference = value - baseline
         self._reduced = [1 + i for i, axis in enumerate(axes) if axis in _REDUCED]
         kept = [size for i, size in enumerate(value.shape) if i not in self._reduced]
+        self.sizes = tuple(kept[1:])
         self.index = torch.cartesian_prod(*(torch.arange(size) for size in kept)).view(-1, len(kept))
 
     def scores(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -90,11 +93,18 @@ class ExpertNodes:
     axes: tuple[str, ...] = ("expert",)
 
     def __init__(
-        self, key: Key, value: torch.Tensor, ids: torch.Tensor, parts: torch.Tensor, baseline: Baseline = None
+        self,
+        key: Key,
+        value: torch.Tensor,
+        ids: torch.Tensor,
+        parts: torch.Tensor,
+        experts: int,
+        baseline: Baseline = None,
     ):
-        """`value` [T, d] of `mlp_out`; `ids` [T, k] and `parts` [T, k, d] of the chosen experts. `baseline` are ids
-        and parts of another run, whose experts are put back in their place."""
+        """`value` [T, d] of `mlp_out`; `ids` [T, k] and `parts` [T, k, d] of the chosen ones of `experts` experts.
+        `baseline` are ids and parts of another run, whose experts are put back in their place."""
         self.key = key
+        self.sizes: tuple[int, ...] = (experts,)
         positions = torch.arange(len(ids), device=ids.device).unsqueeze(1).expand_as(ids)
         pairs, parts = torch.stack((positions, ids), -1).flatten(0, 1), parts.flatten(0, 1)
         if baseline is not None:
@@ -143,6 +153,9 @@ class FeatureNodes:
         self._unit, self._row = units_of, rows
         per_stream = view.name == "per_stream"
         self.axes: tuple[str, ...] = ("stream", "feature") if per_stream else ("feature",)
+        self.sizes: tuple[int, ...] = (sae.total_features,)
+        if per_stream:
+            self.sizes = (view.streams, *self.sizes)
         numbers = torch.tensor([sae.feature_id(row) for row in rows.tolist()], dtype=torch.long)
         unit = units_of.cpu()
         columns = (unit // view.streams, unit % view.streams) if per_stream else (unit,)

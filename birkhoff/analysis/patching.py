@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.forward import passes, run_texts, texts_of, trace
+from birkhoff.analysis.forward import one_text, passes, run_texts, trace
 from birkhoff.analysis.metric import resolve_metric
-from birkhoff.errors import OptionError, PromptError, SiteError, quoted
+from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
@@ -115,7 +115,7 @@ def patch(
     options: Mapping[str, Any],
 ) -> Trace:
     """Run a prompt with activations of `source`, a run or another prompt."""
-    ids = _one_text(engine, prompts)
+    ids = one_text(engine, prompts, "patch")
     edit = Patch(
         _run_of(engine, source, {hook: "all" if layers is None else layers}), hook, layers, **options
     )
@@ -135,8 +135,8 @@ def patch_sweep(
     steer: Any,
 ) -> PatchSweep:
     """Patch every selected site of `corrupt` with its activation in `clean`, one at a time, and measure each run."""
-    target = _one_text(engine, corrupt)
-    heads = _heads(engine) if over == "heads" else None
+    target = one_text(engine, corrupt, "patch_sweep")
+    heads = head_hook(engine) if over == "heads" else None
     sites = _sites(engine, over if heads is None else heads[0], layers)
     run = _run_of(engine, clean, {hook: list(rows) for hook, rows in sites.items()})
     measure = resolve_metric(engine, metric, len(target), gradients=False)
@@ -197,23 +197,14 @@ def _as_list(steer: Any) -> list[Any]:
     return [] if steer is None else list(steer) if isinstance(steer, (list, tuple)) else [steer]
 
 
-def _one_text(engine: Engine, prompt: Any) -> list[int]:
-    texts, single = texts_of(engine, prompt)
-    if not single:
-        raise PromptError(
-            "patching takes one prompt: a text, token ids or chat messages. Patch them one by one."
-        )
-    return texts[0]
-
-
 def _run_of(engine: Engine, source: Any, hooks: Mapping[str, Any]) -> Any:
     """A run as it is, or the trace of a prompt."""
     if isinstance(source, Mapping):
         return source
-    return trace(engine, [_one_text(engine, source)], hooks, None)[0]
+    return trace(engine, [one_text(engine, source, "patching")], hooks, None)[0]
 
 
-def _heads(engine: Engine) -> tuple[str, int]:
+def head_hook(engine: Engine) -> tuple[str, int]:
     """The hook that holds the outputs of the heads side by side, and their number."""
     if "attn_head_out" in engine.schema:
         return "attn_head_out", engine.schema["attn_head_out"].logical_shape[0]

@@ -59,7 +59,8 @@ def train_sae(
     device: torch.device | str = "cpu",
 ) -> TrainResult:
     """Train an SAE on `device` and save it to `out` if given; a checkpoint is written there every `every` steps. The
-    result is the same after an interruption, bit for bit, on the same kind of device."""
+    result is the same after an interruption, bit for bit, on the same kind of device. A dictionary of the view "read"
+    gets the spread "read"; `sae.at(hook, layer, "read", spread)` has another."""
     device = torch.device(device)
     settings = {
         "options": asdict(options),
@@ -88,7 +89,12 @@ def train_sae(
     last_batches = [feed.next() for _ in range(FINISH_BATCHES)]
     metadata = {"training": asdict(options) | {"rows": trainer.rows_seen}}
     sae = trainer.finish(
-        last_batches, hook=source.hook, layer=source.layer, view=source.view, metadata=metadata
+        last_batches,
+        hook=source.hook,
+        layer=source.layer,
+        view=source.view,
+        spread="read" if source.view == "read" else None,
+        metadata=metadata,
     )
     steps, rows_seen = trainer.done, trainer.rows_seen
     del trainer  # its memory is needed to judge the result

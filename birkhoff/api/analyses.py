@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from birkhoff.analysis.activations_store import ActStream, iter_activations
-from birkhoff.analysis.attention import attention
+from birkhoff.analysis.attention import attention, attention_patterns
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
 from birkhoff.analysis.attribution import Attribution
 from birkhoff.analysis.circuit import Circuit, find_circuit
@@ -19,6 +19,8 @@ from birkhoff.analysis.lens import compute_lens
 from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
 from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
 from birkhoff.capture.spec.request import Capture
+from birkhoff.capture.spec.validation import POINTS
+from birkhoff.option_checks import check_choice
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.text.prompts import Prompt, is_single
 from birkhoff.trace import Trace, TraceBatch
@@ -52,15 +54,24 @@ class Analyses:
         each as long as its prompt: nothing is padded. `steer` is one list of edits for all prompts, or one for each."""
         return self._each(prompts, lambda engine, texts: logits(engine, texts, steer))
 
-    def trace(self, prompts: Prompt | Sequence[Prompt], hooks: Any = "all", steer: Steering = None) -> Any:
+    def trace(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        hooks: Any = "all",
+        steer: Steering = None,
+        capture_point: Literal["before", "after"] = "before",
+    ) -> Any:
         """One forward pass that keeps the activations of `hooks` at every position.
 
-        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`.
+        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`. A tensor
+        is the one that enters the edits of its site (`steer`), or with `capture_point="after"` the one that leaves
+        them; in an `engine.grad()` block it is always the latter.
         Returns a `Trace`, or for a list of prompts a `TraceBatch`: `batch[i]` is the trace of one prompt, and
         `batch[hook, layer]` all of them padded on the right."""
         engine = self._open_engine()
+        check_choice("capture_point", capture_point, POINTS)
         texts, single = texts_of(engine, prompts)
-        traces = trace(engine, texts, hooks, steer)
+        traces = trace(engine, texts, hooks, steer, capture_point)
         return traces[0] if single else TraceBatch(traces)
 
     def lens(
@@ -78,6 +89,16 @@ class Analyses:
 
         Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
         return self._each(prompts, lambda engine, texts: attention(engine, texts, position, steer))
+
+    def attention_patterns(
+        self, prompts: Prompt | Sequence[Prompt], layers: Any = "all", steer: Steering = None
+    ) -> Any:
+        """Attention weights of every head and token, `{layer: AttentionPattern}`; for a list of prompts, one such
+        mapping for each.
+
+        A pattern has `window` [heads, query, key], the weights of single tokens, `entries` those of compressed blocks,
+        `sink`, and `by_token()`, which spreads blocks over their tokens."""
+        return self._each(prompts, lambda engine, texts: attention_patterns(engine, texts, layers, steer))
 
     def patch(
         self,

@@ -45,7 +45,7 @@ from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat_format import ChatFormat, Tools
 from birkhoff.text.output_stream import ChatStream, TextStream
 from birkhoff.text.prompts import Prompt, check_ids, check_length, is_messages, is_single, room_for
-from birkhoff.text.tokenizer import Tokenizer
+from birkhoff.text.tokenizer import Tokenizer, plain_ids
 
 
 class Engine(Analyses):
@@ -634,9 +634,9 @@ class Engine(Analyses):
         return check_ids(prompt, self.config)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str] | None:
-        """The text of each token; None for a model without a tokenizer."""
+        """The text of each token, of a list or a tensor of ids; None for a model without a tokenizer."""
         tokenizer = self._tokenizer
-        return None if tokenizer is None else [tokenizer.decode([token]) for token in token_ids]
+        return None if tokenizer is None else [tokenizer.decode([token]) for token in plain_ids(token_ids)]
 
 
 def _output(request: Request) -> Output:

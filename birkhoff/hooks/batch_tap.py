@@ -234,15 +234,16 @@ class BatchTap(NoTap):
 
     def _ragged_rows(self, index: int, count: int) -> Iterable[SiteRows]:
         """The rows of ragged sites of a request's first `count` tokens. Every row has the labels of its token."""
+        if not self._ragged:
+            return
         request = self.requests[index]
-        for site, first in self.layout.sites_of[index] if self._ragged else ():
+        labels = list(zip(request.positions, request.token_ids))  # of every token, once for all sites
+        for site, first in self.layout.sites_of[index]:
             parts = self._ragged[site][first : first + count] if site in self._ragged else []
             if not any(len(part) for part in parts):
                 continue
-            labels = (
-                (request.positions[i], request.token_ids[i]) for i, part in enumerate(parts) for _ in part
-            )
-            positions, token_ids = zip(*labels)
+            repeated = (label for label, part in zip(labels, parts) for _ in range(len(part)))
+            positions, token_ids = zip(*repeated)
             yield SiteRows(*site.key, torch.cat(parts), positions, token_ids)
 
     def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:

@@ -202,6 +202,22 @@ def follow_alias(hook: str, layer: int, num_layers: int) -> Address:
     return hook, layer
 
 
+def address_of(key: object, num_layers: int, streams: bool) -> Address | None:
+    """The address that a key (hook, layer) stands for: aliases, names of other tools and negative layers are followed;
+    None if it is no such key."""
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+        return None
+    hook, layer = key[0], as_int(key[1])
+    if layer is None:
+        return None
+    foreign = from_tool(hook, num_layers, streams)
+    if foreign is not None:
+        return follow_alias(*foreign, num_layers) if layer == foreign[1] else None
+    if not -num_layers <= layer < num_layers:
+        return None
+    return (hook, num_layers - 1) if _once(hook) else follow_alias(hook, layer % num_layers, num_layers)
+
+
 def layers_with(hook: str, layers: LayerSelector, schema: Schema, num_layers: int) -> tuple[int, ...]:
     """The selected layers that have a hook. "all" and "every" select among those that have it; a layer that is named
     and does not have it is refused."""

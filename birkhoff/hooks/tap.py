@@ -184,6 +184,39 @@ class RecordingTap:
         return self._inner.route(site, ids, weights, routing)
 
 
+class LeavingTap(RecordingTap):
+    """Calls `seen(site, layer, tensor)` at every site but ragged ones with the tensor that leaves the tap inside.
+
+    Of streams that an edit parts this is the carried row, or the row that is read where only that one changed; with
+    `carried` always the carried one."""
+
+    def __init__(self, inner: Tap, seen: Seen, layer: int = -1, carried: bool = False):
+        super().__init__(inner, seen, layer)
+        self._carried = carried
+
+    def at(self, layer: int) -> LeavingTap:
+        return LeavingTap(self._inner.at(layer), self._seen, layer, self._carried)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        x = self._inner(site, x)
+        self._seen(site, self.layer, x)
+        return x
+
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> TensorPair:
+        read, carried = self._inner.part(site, x, reads)
+        leaving = carried
+        if read is not carried and not self._carried:
+            changed = (carried != x).flatten(1).any(1)  # [n]
+            leaving = torch.where(changed.view(-1, *(1,) * (x.dim() - 1)), carried, read)
+        self._seen(site, self.layer, leaving)
+        return read, carried
+
+    def route(self, site: Site, ids: torch.Tensor, weights: torch.Tensor, routing: Routing) -> TensorPair:
+        ids, weights = self._inner.route(site, ids, weights, routing)
+        self._seen(site, self.layer, stack_parts(ids, weights))
+        return ids, weights
+
+
 class ReadingTap(RecordingTap):
     """Calls `reader(layer, rows)` at one ragged site, where `rows` computes the rows of given tokens after the edits of
     the tap inside."""

@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.functional import linear
@@ -182,20 +182,14 @@ class Sae:
     def feature(self, name: int | str) -> int:
         """The row of a feature given by number or label."""
         if isinstance(name, str):
-            matches = [index for index, label in self.labels.items() if label == name]
-            if len(matches) == 1:
-                return matches[0]
-            matches = [self.feature_id(row) for row in matches]
-            labels = sorted(set(self.labels.values()))
-            if matches:
-                raise SaeError(
-                    f"{len(matches)} features are labelled {quoted(name)} ({matches[:4]}). Give the number."
-                )
-            known = ", ".join(map(quoted, labels)) if len(labels) <= 8 else f"{len(labels)} others"
-            raise SaeError(
-                f"no feature is labelled {quoted(name)}; labels: {known or 'none'}.{did_you_mean(name, labels)} Give a "
-                "label or a number; search_features and birkhoff sae search find labels by word."
-            )
+            rows = [row for row, label in self.labels.items() if label == name]
+            labels = dict(self.labels)
+            if not rows:
+                labels = {row: label for row in range(self.d_sae) if (label := self.label(row)) is not None}
+                rows = [row for row, label in labels.items() if label == name]
+            if len(rows) == 1:
+                return rows[0]
+            self._refuse_label(name, rows, sorted(set(labels.values())))
         if as_int(name) is None or not 0 <= name < self.total_features:
             raise SaeError(
                 f"feature {quoted(name)} does not exist: this dictionary has 0..{self.total_features - 1}."
@@ -209,6 +203,25 @@ class Sae:
                 f"({some})."
             )
         return self.feature_ids.index(name)
+
+    def label(self, row: int) -> str | None:
+        """The label of the feature of a row: a given one, else that of its description; None without either."""
+        if row in self.labels:
+            return self.labels[row]
+        entry = self.descriptions.get(self.feature_id(row))
+        return None if entry is None else entry.label or None
+
+    def _refuse_label(self, name: str, rows: Sequence[int], labels: Sequence[str]) -> NoReturn:
+        if rows:
+            numbers = [self.feature_id(row) for row in rows]
+            raise SaeError(
+                f"{len(rows)} features are labelled {quoted(name)} ({numbers[:4]}). Give the number."
+            )
+        known = ", ".join(map(quoted, labels)) if len(labels) <= 8 else f"{len(labels)} others"
+        raise SaeError(
+            f"no feature is labelled {quoted(name)}; labels: {known or 'none'}.{did_you_mean(name, labels)} Give a "
+            "label or a number; search_features and birkhoff sae search find labels by word."
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -144,7 +144,7 @@ def active_features(
             for value, index in zip(values[unit].tolist(), indices[unit].tolist()):
                 feature = index if feature_of is None else feature_of[index]
                 if value != 0:
-                    label = sae.labels.get(feature)
+                    label = sae.label(feature)
                     number = sae.feature_id(feature)
                     features.append(Feature(number, value, label, stream if per_token > 1 else None))
         features.sort(key=rank)

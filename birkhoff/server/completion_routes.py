@@ -2,7 +2,7 @@
 
 A prompt is text, token ids, or a list of either; choices are numbered prompt by prompt. Chat markers spelled out in a
 text prompt are encoded as text. `echo` puts the prompt before the completion, with `logprobs` also its tokens' log
-probabilities.
+probabilities: those of the model as the call steers it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import codecs
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.analysis.forward import edited_logits
 from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request, TokenLogprob
-from birkhoff.server.api_errors import bad_request
+from birkhoff.errors import LogitsError
+from birkhoff.server.api_errors import bad_request, to_api_error
 from birkhoff.server.choices import ChoicesFormatter
 from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import ResponseFormat, SamplingFields, TokenId
@@ -80,6 +83,7 @@ class CompletionRoutes(Routes):
             sampling["logprobs"] = body.logprobs
         mask = self._context.grammars.from_response_format(body.response_format)
         arguments = self._context.interp_arguments(body)
+        arguments["prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
         return [
             GenerationCall(prompt, sampling, mask=mask, warnings=warnings, **arguments) for prompt in prompts
         ]
@@ -122,6 +126,7 @@ class CompletionFormatter(ChoicesFormatter):
         self._echo = bool(body.echo)
         self._top_logprobs = body.logprobs
         self._offsets: dict[int, TextOffsets] = {}  # of streams, by choice
+        self._prompt_entries: dict[Any, list[TokenLogprob | int]] = {}  # by prompt and edits
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
         text = parsed_message(request).content
@@ -146,9 +151,21 @@ class CompletionFormatter(ChoicesFormatter):
         return self._context.engine.tokenizer.decode(request.prompt_ids, skip_special=True)
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprob | int]:
-        """Log probabilities of the prompt's tokens; the first, which has no context, is its bare id."""
+        """Log probabilities of the prompt's tokens under the edits of the request; the first token, which has no
+        context, is its bare id. Choices of one prompt share their edits, and with them these entries."""
         engine, ids = self._context.engine, list(request.prompt_ids)
-        logprobs = engine.logits(ids).log_softmax(-1)
+        edits = () if request.plan is None else request.plan.edits
+        key = request.prompt_ids, tuple(map(id, edits))
+        if key not in self._prompt_entries:
+            logprobs = edited_logits(engine, [ids], [edits])[0].log_softmax(-1)
+            if bool(logprobs.isnan().any()):
+                message = "the logits of the prompt are NaN or infinite. If the call steers, steer less."
+                raise to_api_error(LogitsError(message), steered=bool(edits))
+            self._prompt_entries[key] = self._entries(ids, logprobs)
+        return self._prompt_entries[key]
+
+    def _entries(self, ids: list[int], logprobs: torch.Tensor) -> list[TokenLogprob | int]:
+        """The entries of a text from its log probabilities [T, vocab]."""
         entries: list[TokenLogprob | int] = [ids[0]]
         for position, token in enumerate(ids[1:]):
             best = logprobs[position].topk(max(self._top_logprobs or 0, 1))

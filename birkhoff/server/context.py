@@ -191,8 +191,8 @@ class ServingContext:
         finally:
             finished.cancel()
             call.close()
-        captures = any(generation.capture is not None for generation in generations)
-        return json_response(await self.offload(lambda: formatter.full_response(call), heavy=captures))
+        heavy = any(each.capture is not None or each.prompt_logprobs for each in generations)
+        return json_response(await self.offload(lambda: formatter.full_response(call), heavy))
 
     def stream_error(self, error: Exception, call_id: str) -> ApiError:
         """Convert an error raised after the response has started, and log it if it is the server's fault."""

@@ -36,6 +36,9 @@ class GenerationCall:
     signals: Any = None
     baseline: bool = False
     mask: Callable[[], TokenMask] | None = None
+    prompt_logprobs: bool = (
+        False  # the response has those of the prompt, which take a forward pass of their own
+    )
     warnings: list[str] = field(default_factory=list)
 
     def requests(self, engine: Engine) -> list[Request]:

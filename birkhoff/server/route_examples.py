@@ -89,7 +89,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "hook": "mlp_out",
         "layers": [3],
         "positions": [1],
-        "metric": {"token": " to", "other": " away"},
+        "metric": {"token": " away", "other": " home"},
     },
     "/v1/steering/set": {"interventions": [_PATCH]},
     "/v1/steering/modules/register": {"name": "tilt", "vectors": {"mlp_out": {"3": [0.01] * 384}}},

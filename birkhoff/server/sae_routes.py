@@ -147,7 +147,7 @@ class SaeRoutes(AnalysisRoutes):
             "feature": number,
             "hook": hook,
             "layer": layer,
-            "label": dictionary.labels.get(index),
+            "label": dictionary.label(index),
         }
         if dictionary.x_max is not None:
             fields["x_max"] = float(dictionary.x_max[index])

@@ -29,11 +29,13 @@ from birkhoff.steering.vector_edits import PATHS
 
 @dataclass(frozen=True)
 class Call:
-    """`fn(rows)` or `fn(rows, site)`; the other fields select tokens and streams as those of `Add` do."""
+    """`fn(rows)` or `fn(rows, site)`; the other fields select tokens and streams as those of `Add` do.
+
+    `layers` may be left out where the hook says its layer itself: `Call(fn, "blocks.3.mlp.hook_out")`."""
 
     fn: Callable[..., Any]
     hook: str
-    layers: Any
+    layers: Any = None
     where: Any = None
     phase: str = "both"
     path: str = "both"
@@ -60,11 +62,9 @@ class Call:
                 f"path is {quoted(self.path)}, but edits of this model act on what is read and on what is carried. "
                 "Leave path out."
             )
-        once = self.hook in schema and schema[self.hook].once
         fn = _with_site(self.fn)
         sites: dict[Key, CallUse] = {}
-        for layer in [num_layers - 1] if once else self.layers.expand(num_layers):
-            hook, at = site_names.resolve(self.hook, layer, schema, num_layers)
+        for hook, at in site_names.select(self.hook, self.layers, schema, num_layers).values():
             if not schema[hook].replaceable:
                 others = ", ".join(sorted(name for name, row in schema.items() if row.replaceable))
                 raise SteeringError(

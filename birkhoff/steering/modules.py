@@ -45,7 +45,7 @@ class NamedVectors(MutableMapping[str, Module]):
             raise SteeringError(f"a module is named by a text, not {quoted(name)}.")
         if isinstance(vector, (str, Path)):
             vector = load_module(vector)
-        module = vector if isinstance(vector, Module) else Vector(vector, name)
+        module = vector if isinstance(vector, Module) else Vector(vector, name, shaped=True)
         if isinstance(module, SteeringVector):
             self._check(name, module)
         elif isinstance(module, Vector):

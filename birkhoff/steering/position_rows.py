@@ -4,11 +4,13 @@ tokens of the text they are patched into."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from birkhoff.errors import SteeringError, quoted
@@ -103,6 +105,57 @@ class PositionRows:
         if any(as_int(position) is None for position in positions) or len(set(positions)) != len(positions):
             raise SteeringError(f"positions is {quoted(list(positions))}, expected whole numbers, each once.")
         return cls(dict(zip(positions, rows)))
+
+
+class TensorRows:
+    """A tensor of two dimensions or more as the source of a patch: one row in the shape of the hook's rows, or one row
+    for each position from 0. Which of the two depends on the hook."""
+
+    def __init__(self, values: Any):
+        self._tensor = torch.as_tensor(values).detach().float().cpu()
+        self._cache: dict[tuple[int, ...], Vector | PositionRows] = {}  # by shape of the row; layers share it
+
+    @staticmethod
+    def fits(value: Any) -> bool:
+        """Whether a value is such a tensor."""
+        return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorRows) and self._tensor.equal(other._tensor)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._tensor.shape))
+
+    def __repr__(self) -> str:
+        return f"TensorRows({list(self._tensor.shape)})"
+
+    def to_json(self) -> list[float]:
+        """The numbers of one row. Rows by position say their positions: `PositionRows`."""
+        if self._tensor.dim() != 2 or self._tensor.shape[0] != self._tensor.shape[1]:
+            raise SteeringError(
+                f"a tensor of shape {tuple(self._tensor.shape)} has no JSON form: it may be one row or several. Patch "
+                "with a flat row, or with PositionRows({position: row})."
+            )
+        numbers: list[float] = self._tensor.flatten().tolist()
+        return numbers
+
+    def for_hook(self, hook: str, shape: tuple[int, ...]) -> Vector | PositionRows:
+        """The row, or the rows by position, at a hook whose rows have this shape."""
+        if shape not in self._cache:
+            self._cache[shape] = self._resolve(hook, shape)
+        return self._cache[shape]
+
+    def _resolve(self, hook: str, shape: tuple[int, ...]) -> Vector | PositionRows:
+        given = tuple(self._tensor.shape)
+        if given == shape:
+            return Vector(self._tensor.flatten(), "the row")
+        if given[1:] in (shape, (math.prod(shape),), shape[-1:]):  # the last: rows of one stream
+            return PositionRows({position: row.flatten() for position, row in enumerate(self._tensor)})
+        expected = ", ".join(map(str, shape))
+        raise SteeringError(
+            f"the source has shape {given}, {hook} has rows of shape ({expected}). Give one row, or rows by position: "
+            f"[T, {expected}]."
+        )
 
 
 ALIGN = ("position", "tokens")

@@ -25,9 +25,12 @@ def finite_number(value: Any, name: str, path: str = "") -> float:
 
 
 class Vector:
-    """One row of numbers, checked on construction: one-dimensional, finite, not empty."""
+    """One row of numbers, checked on construction: one-dimensional, finite, not empty.
 
-    def __init__(self, values: Any, name: str = "vector"):
+    With `shaped` it may have the shape of the row, as [streams, d]; its numbers are flat, and `shape` is compared with
+    the hook's when it is used."""
+
+    def __init__(self, values: Any, name: str = "vector", shaped: bool = False):
         if isinstance(values, torch.Tensor) and not values.is_complex():
             values = values.detach().float().cpu().numpy()
         try:
@@ -38,9 +41,12 @@ class Vector:
             raise SteeringError(f"{name} is {quoted(values)}, expected a tensor or a list of numbers.")
         with np.errstate(over="ignore"):  # infinities are refused below
             array = raw.astype(np.float32)
+        self.shape: tuple[int, ...] = array.shape
+        if shaped and array.ndim > 1:
+            array = array.flatten()
         if array.ndim != 1 or not array.size:
             raise SteeringError(
-                f"{name} has shape {array.shape}, expected one row of numbers. Flatten it stream by "
+                f"{name} has shape {self.shape}, expected one row of numbers. Flatten it stream by "
                 "stream for a stream hook."
             )
         if not np.isfinite(array).all():

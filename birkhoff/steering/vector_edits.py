@@ -35,7 +35,7 @@ from birkhoff.hooks.selector import bind
 from birkhoff.option_checks import as_int
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
-from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows
+from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows, TensorRows
 from birkhoff.steering.request_edit import Modules, PromptIds, RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
@@ -78,7 +78,7 @@ class VectorEdit(RequestEdit):
     def _source(value: Any) -> Any:
         if isinstance(value, Mapping):
             return SteeringVector.from_json(value)
-        return value if isinstance(value, (str, Vector, SteeringVector)) else Vector(value)
+        return value if isinstance(value, (str, Vector, SteeringVector)) else Vector(value, shaped=True)
 
     def resolve(
         self, schema: Schema, num_layers: int, modules: Modules, prompt: PromptIds, max_tokens: int
@@ -90,6 +90,9 @@ class VectorEdit(RequestEdit):
             site_names.from_tool(edit.hook, num_layers, site_names.has_streams(schema)) is not None
             or (edit.hook in schema and schema[edit.hook].once)
         )  # the hook says its layer itself
+        why = None if edit.hook is None else _unknown(edit.hook, schema)
+        if why is not None:
+            raise SteeringError(why)
         if edit.hook is None or (edit.layers is None and not named):
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
@@ -104,7 +107,7 @@ class VectorEdit(RequestEdit):
             for entry in edit._addresses(name, schema, num_layers)
         ]
         for layer, (hook, at), path in addresses:
-            at_layer = edit._at_address((hook, at), layer, prompt, max_tokens)
+            at_layer = edit._at_address((hook, at), layer, schema[hook], prompt, max_tokens)
             vector = at_layer.vector
             if (hook, id(vector)) not in operations:
                 values = at_layer._values(vector, hook, schema[hook])
@@ -128,9 +131,6 @@ class VectorEdit(RequestEdit):
 
     def _addresses(self, name: str, schema: Schema, num_layers: int) -> list[tuple[int, Key, Any]]:
         """The layers that one hook is edited at, with their sites and the path of the edit there."""
-        why = site_names.refusal(name, schema)
-        if why is not None:
-            raise SteeringError(why)
         addresses: list[tuple[int, Key, Any]] = []
         for layer, (hook, at) in site_names.select(name, self.layers, schema, num_layers).items():
             _check_op(self.op, hook, schema)
@@ -150,8 +150,10 @@ class VectorEdit(RequestEdit):
             addresses.append((layer, (hook, at), path))
         return addresses
 
-    def _at_address(self, address: Key, layer: int, prompt: PromptIds, max_tokens: int) -> Self:
-        """The edit with the vector for one site."""
+    def _at_address(
+        self, address: Key, layer: int, row: HookSchema, prompt: PromptIds, max_tokens: int
+    ) -> Self:
+        """The edit with the vector for one site, whose rows are described by `row`."""
         vector = self.vector.at(layer) if hasattr(self.vector, "at") else self.vector
         return self if vector is self.vector else replace(self, vector=vector)
 
@@ -159,6 +161,13 @@ class VectorEdit(RequestEdit):
         """The numbers of the vector at a hook: [width], or [positions, width]."""
         if isinstance(vector, MixerMatrix):
             return vector.tensor(hook, row)
+        shape: tuple[int, ...] = getattr(vector, "shape", ())
+        if len(shape) > 1 and shape != row.logical_shape:
+            expected = ", ".join(map(str, row.logical_shape))
+            raise SteeringError(
+                f"the vector has shape {shape}, {hook} has rows of shape ({expected}). Give one row for all tokens; "
+                "rows by position go into Patch, or into a function (Call)."
+            )
         return torch.zeros(row.width) if vector == 0 else vector.tensor()
 
     def _at_mixer(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
@@ -357,10 +366,10 @@ class Project(VectorEdit):
 class Patch(VectorEdit):
     """Replace rows: `h + scale * (vector - h)`. The other fields are those of `Add`.
 
-    `vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, captured
-    rows (`output.acts[hook, layer]`), or a whole run (a `Trace`, `output.acts`), of which the rows of the edit's hook
-    and layers are used. With rows by position only those positions are patched. For mixers it may also be "identity",
-    "uniform", `{"permutation": [...]}` or a matrix [from, to].
+    `vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: a tensor [T, *row_shape]
+    from position 0 on, `PositionRows`, captured rows (`output.acts[hook, layer]`), or a whole run (a `Trace`,
+    `output.acts`), of which the rows of the edit's hook and layers are used. With rows by position only those positions
+    are patched. For mixers it may also be "identity", "uniform", `{"permutation": [...]}` or a matrix [from, to].
 
     `align` says which row of a run goes where: "position" keeps positions, "tokens" aligns the two texts token by
     token (`align_tokens`), for texts of different length."""
@@ -379,9 +388,13 @@ class Patch(VectorEdit):
                 "align='tokens' needs the rows of a run with its tokens: a Trace, or output.acts. Leave align out."
             )
 
-    def _at_address(self, address: Key, layer: int, prompt: PromptIds, max_tokens: int) -> Self:
+    def _at_address(
+        self, address: Key, layer: int, row: HookSchema, prompt: PromptIds, max_tokens: int
+    ) -> Self:
+        if isinstance(self.vector, TensorRows):
+            return replace(self, vector=self.vector.for_hook(address[0], row.logical_shape))
         if not isinstance(self.vector, RunRows):
-            return VectorEdit._at_address(self, address, layer, prompt, max_tokens)
+            return VectorEdit._at_address(self, address, layer, row, prompt, max_tokens)
         only: Sequence[int] | None = None
         if self.where is not None and prompt is not None and not isinstance(prompt, int):
             selector = bind(self.where, prompt, max_tokens, "where")
@@ -395,9 +408,11 @@ class Patch(VectorEdit):
             return matrix
         if is_list(value) and value and all(is_list(line) for line in value):
             value = [number for line in value for number in line]
-        elif isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1]:
-            value = value.flatten()
-        if isinstance(value, (PositionRows, RunRows)) or (type(value) in (int, float) and value == 0):
+        if TensorRows.fits(value):
+            return TensorRows(value)
+        if isinstance(value, (PositionRows, RunRows, TensorRows)) or (
+            type(value) in (int, float) and value == 0
+        ):
             return value
         if isinstance(value, Mapping) and value and isinstance(next(iter(value)), tuple):
             return RunRows(value)
@@ -467,6 +482,12 @@ class ResolvedVectorEdit(ResolvedEdit):
             "doubly_stochastic": self.renormalised or all(_keeps_sums(self.sites[key]) for key in mixers),
         }
         return {**super().describe(), "mixers": report}
+
+
+def _unknown(hook: str, schema: Schema) -> str | None:
+    """Why this model has no hook, or group of hooks, of this name; None if it has."""
+    reasons = (site_names.refusal(name, schema) for name in site_names.members(hook, schema))
+    return next((why for why in reasons if why is not None), None)
 
 
 def check_directions(edits: Sequence[ResolvedEdit]) -> None:

@@ -29,6 +29,13 @@ MAX_VOCAB = 1 << 24
 UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks
 
 
+def plain_ids(ids: Iterable[Any]) -> list[Any]:
+    """Token ids as Python numbers: those of a tensor or an array, or of a list with such numbers in it."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    each = values if isinstance(values, Iterable) else [values]  # a tensor of one number
+    return [value.item() if hasattr(value, "item") else value for value in each]
+
+
 class Tokenizer:
     """One checkpoint's tokenizer. Immutable and safe to share between threads."""
 
@@ -86,9 +93,11 @@ class Tokenizer:
         return -(-characters // self._longest_piece)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Return the text of `ids` with markers spelled out; `skip_special` drops special ones (BOS, EOS)."""
+        """Return the text of `ids` (also a tensor or an array) with markers spelled out; `skip_special` drops special
+        ones (BOS, EOS)."""
         hidden = self.special_ids if skip_special else frozenset()
-        return b"".join(self.piece(i) for i in ids if i not in hidden).decode("utf-8", errors="replace")
+        numbers = plain_ids(ids)
+        return b"".join(self.piece(i) for i in numbers if i not in hidden).decode("utf-8", errors="replace")
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes of one id, possibly part of a character."""

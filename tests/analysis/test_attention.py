@@ -80,3 +80,37 @@ def test_several_texts_in_one_pass_with_edits_of_their_own_are_as_each_alone(eng
     assert all(readout.sink == 0 for readout in together[1])
     assert all(readout.sink > 0 for readout in together[0])
     assert all(float(readout.window[-4]) == 0 for readout in together[2])  # position 136 of 140
+
+
+def test_patterns_have_every_head_and_token(engine):
+    """Weights of a pattern are those of the readouts of single tokens before their mean over heads."""
+    config = engine.config
+    patterns = engine.attention_patterns(IDS)
+    assert list(patterns) == list(range(config.num_hidden_layers))
+    readouts = {position: engine.attention(IDS, position) for position in (0, 3, 131, 299)}
+    for layer, pattern in patterns.items():
+        ratio, heads = config.compress_ratios[layer], config.num_attention_heads
+        assert pattern.window.shape == (heads, 300, 300) and pattern.sink.shape == (heads, 300)
+        assert pattern.entries.shape == (heads, 300, 300 // ratio if ratio else 0) and pattern.ratio == ratio
+        total = pattern.window.sum(-1) + pattern.entries.sum(-1) + pattern.sink
+        assert (total - 1).abs().max() < 1e-5
+        assert (pattern.by_token().sum(-1) + pattern.sink - 1).abs().max() < 1e-5
+        assert not pattern.window.triu(1).any() and pattern.by_token()[:, :, 299].any()
+        for position, read in readouts.items():
+            own, end = read[layer], read[layer].first + len(read[layer].window)
+            mean = pattern.window[:, position].mean(0)
+            assert torch.allclose(mean[own.first : end], own.window, atol=1e-6)
+            assert float(mean.sum()) == pytest.approx(float(own.window.sum()), abs=1e-5)
+            seen = pattern.entries[:, position, : len(own.entries)].mean(0)
+            assert torch.allclose(seen, own.entries, atol=1e-6)
+            assert not pattern.entries[:, position, len(own.entries) :].any()
+            assert float(pattern.sink[:, position].mean()) == pytest.approx(own.sink, abs=1e-6)
+
+
+def test_patterns_of_several_texts_some_layers_and_edits(engine):
+    steer = [AttentionEdit([1], mask=[2], heads=[0])]
+    first, second = engine.attention_patterns([IDS[:9], IDS[:5]], layers=[1, -1], steer=steer)
+    assert list(first) == list(second) == [1, engine.config.num_hidden_layers - 1]
+    assert first[1].window.shape[1:] == (9, 9) and second[1].window.shape[1:] == (5, 5)
+    assert not first[1].window[0, :, 2].any() and first[1].window[1, 2:, 2].all()
+    assert "9 tokens" in repr(first[1])

@@ -273,6 +273,21 @@ def test_edits_apply_to_every_pass(engine):
     assert node.score == pytest.approx(scores.value - metric(engine.logits(IDS, [*steer, edit])), abs=2e-4)
 
 
+def test_dense_scores_have_all_experts_streams_and_features(engine):
+    """The shape depends on the model, not on which experts a text chose or which features were active."""
+    short = engine.attribute([1, 2], METRIC, "experts")
+    count = engine.config.n_routed_experts
+    for layer in range(engine.config.num_hidden_layers):
+        assert short["mlp_out", layer].shape == (2, count)
+        assert int((short["mlp_out", layer] != 0).sum(1).max()) <= engine.config.num_experts_per_tok
+    assert engine.attribute([1, 2], METRIC, "streams")["mhc_streams_pre_attn", 2].shape == (2, 4)
+    quiet = random_sae("jumprelu", 8, 64, seed=4, hook="mlp_out", layer=2, view="single")
+    quiet.activation.threshold.fill_(1e9)  # no feature is ever active
+    with engine.attach("quiet", quiet, kind="full"):
+        scores = engine.attribute([1, 2], METRIC, "features:quiet")
+    assert len(scores) == 0 and scores["mlp_out", 2].shape == (2, 8) and not scores["mlp_out", 2].any()
+
+
 def test_results(engine):
     scores = engine.attribute("abcd", ("a", "b"), "streams", layers=[2, 3])
     assert len(scores) == len(list(scores)) == len(scores.scores) and scores.tokens[-1] == "d"
@@ -292,8 +307,18 @@ def test_results(engine):
     assert "mhc_streams" in str(top[0])
     same = scores.agreement(scores, 7)
     assert (same.spearman, same.overlap, same.k) == (pytest.approx(1.0), 7, 7)
-    with pytest.raises(SiteError, match="was not attributed"):
-        scores["mlp_out", 0]
+    count = engine.config.num_hidden_layers
+    assert scores["mhc_streams_pre_attn", 3 - count].equal(dense)
+    assert scores["blocks.3.hook_in"].equal(dense) and scores["mhc_streams_post_mlp", 2].equal(dense)
+    for key in (("mlp_out", 0), ("mhc_streams_pre_attn", 99), "mhc_streams_pre_attn", 7):
+        with pytest.raises(SiteError, match="was not attributed"):
+            scores[key]
+    for several in (
+        lambda: engine.attribute(["abcd", "abce"], "a"),
+        lambda: engine.circuit(["ab", "cd"], "a"),
+    ):
+        with pytest.raises(PromptError, match="takes one prompt"):
+            several()
     for by in ((), ("hidden",)):
         with pytest.raises(OptionError, match="expected some of"):
             scores.sum(by)

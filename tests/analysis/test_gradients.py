@@ -190,3 +190,21 @@ def test_models_of_transformers(kind, tmp_path):
         close(g["pre_attn", layer], gradient[0])
     assert all(g[key].shape[0] == len(ids) for key in g)
     assert all(g[hook, layer].any() for hook, layer in g if hook in ("mlp_out", "post_attn", "attn_z"))
+
+
+def test_keys_of_gradients_and_values_are_those_of_a_trace(engine):
+    with engine.grad(["mlp_out", "mhc_streams_pre_attn", "final_hidden"]) as g:
+        g.backward(engine.logits(IDS)[-1, 3])
+    last = engine.config.num_hidden_layers - 1
+    for part in (g, g.acts, g.passes[0]):
+        assert part["mlp_out", -1] is part["mlp_out", last] and part["final_hidden"].dim() == 2
+        assert part["mlp_out"].shape[0] == last + 1 and part["mlp_out"][1].equal(part["mlp_out", 1])
+        assert part["blocks.1.mlp.hook_out"].equal(part["mlp_out", 1])
+        assert part["mhc_streams_post_mlp", 0].equal(part["mhc_streams_pre_attn", 1])
+        assert ("mlp_out", -1) in part and "blocks.1.mlp.hook_out" in part and ("mlp_in", 0) not in part
+    with pytest.raises(
+        SiteError, match=r"\('mlp_ot', 1\) has no gradient\. Did you mean 'mlp_out'\? This block"
+    ):
+        g["mlp_ot", 1]
+    with pytest.raises(SiteError, match=r"was not recorded\. There is no layer 99"):
+        g.acts["mlp_out", 99]

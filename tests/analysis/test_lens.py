@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import birkhoff
+from birkhoff import Add, Scale
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError, SiteError
 
@@ -43,6 +44,23 @@ def test_the_last_depth_is_the_models_answer_bit_for_bit(engine):
         lens = engine.lens(IDS, per_stream=per_stream)
         assert lens.depths == engine.config.num_hidden_layers + 1
         assert torch.equal(lens.logits(-1), engine.logits(IDS))
+
+
+@pytest.mark.parametrize("per_stream", [True, False])
+def test_the_last_depth_is_the_answer_of_the_steered_model(engine, per_stream):
+    wide = torch.randn(engine.schema["mhc_streams_final"].width, generator=torch.Generator().manual_seed(2))
+    for edit in (
+        Add(wide, "mhc_streams_final"),
+        Add(wide, "mhc_streams_final", path="read"),
+        Scale(0.3, "final_hidden"),
+        Scale(0, "mhc_head_mix", streams=[1]),
+        Add(wide, "mhc_streams_pre_attn", [1]),
+    ):
+        lens = engine.lens(IDS, per_stream, steer=[edit])
+        assert lens.logits(-1).equal(engine.logits(IDS, steer=[edit]))
+    if per_stream:  # the depth that an edit acts at has the edited streams
+        entering = lens.logits(1, 0) - engine.lens(IDS).logits(1, 0)
+        assert entering.abs().max() > 1e-3 and lens.logits(0, 0).equal(engine.lens(IDS).logits(0, 0))
 
 
 def test_every_view_at_every_depth_follows_from_the_streams(engine):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff import Add
+from birkhoff import Add, AttentionEdit, ExpertSet, LogProb, Patch, Scale
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError, PromptError, SiteError
 
@@ -132,17 +132,41 @@ def test_weights_as_stored(tmp_path):
             assert all(abs(value) < 1e-4 for name, value in found.by(unit).items() if name.endswith("rest"))
 
 
-def test_edits_of_the_pass_are_in_the_rest(engine):
-    """With an edit the terms still sum to the steered logit; what the edit wrote is no output of a sublayer."""
+def test_edits_of_streams_are_in_the_rest(engine):
+    """With an edit the terms still sum to the steered logit; what an edit of the streams adds is no output."""
     vector = torch.randn(64, generator=torch.Generator().manual_seed(3)) * 2
     for edit in (
-        Add(vector, "mlp_out", [2]),
         Add(vector, "mhc_streams_pre_mlp", [3], streams=[1]),
+        Add(vector, "mhc_streams_pre_attn", [2], streams=[1], path="carry"),
         Add(vector, "final_hidden"),
     ):
         found = engine.logit_attribution(IDS, 7, steer=[edit])
         assert abs(found.logit - float(engine.logits(IDS, [edit])[-1, 7])) < 1e-4
         assert abs(found.total - found.logit) < 1e-4 and found.rest.abs().sum() > 1e-2
+
+
+def test_terms_are_those_of_what_was_written(engine):
+    """Outputs and weights count as the edits leave them: what is ablated has no term, and the rest hides nothing."""
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(3)) * 2
+    steers = (
+        [Patch(0, "mlp_out", [2])],
+        [Add(vector, "mlp_out", [2])],
+        [AttentionEdit([3], heads=[1])],
+        [Scale(0, "mhc_attn_post_mix", [3])],
+        [Patch("uniform", "mhc_ffn_res_mix", [2])],
+        [ExpertSet([3], ban=[0, 1])],
+        [Scale(2, "mhc_head_mix", streams=[0])],
+        [Add(vector, "mhc_streams_pre_mlp", [3], streams=[1], path="read")],
+    )
+    found = [engine.logit_attribution(IDS, 7, steer=steer) for steer in steers]
+    for each, steer in zip(found, steers):
+        assert abs(each.logit - float(engine.logits(IDS, steer)[-1, 7])) < 1e-4
+        assert abs(each.total - each.logit) < 1e-4 and each.rest.abs().sum() < 1e-3, steer
+    ablated, added, head, unwritten = (each.by("sublayer") for each in found[:4])
+    assert ablated["experts[2]"] == 0 and unwritten["attention[3]"] == 0 and added["experts[2]"] != 0
+    assert found[2].by("head")["head[3, 1]"] == 0 and head["attention[3]"] != 0
+    banned = found[5].by("expert")
+    assert "expert[3, 0]" not in banned and "expert[3, 1]" not in banned
 
 
 def test_refusals(engine):
@@ -155,3 +179,22 @@ def test_refusals(engine):
     ]:
         with pytest.raises(kind, match=says):
             call()
+
+
+def test_tokens_as_tensors(engine):
+    """Ids as PyTorch gives them: `logits[-1].argmax()`, `topk(2).indices`."""
+    logits = engine.logits(IDS)
+    best, pair = logits[-1].argmax(), logits[-1].topk(2).indices
+    plain = engine.logit_attribution(IDS, int(best))
+    assert engine.logit_attribution(IDS, best).by("layer") == plain.by("layer")
+    difference = engine.logit_attribution(IDS, pair)
+    assert difference.tokens == tuple(pair.tolist())
+    for metric in (best, pair, LogProb(best), (best, pair[1])):
+        scores = engine.attribute(IDS, metric, "post_attn", layers=[2])
+        assert len(scores) == len(IDS)
+    assert engine.attribute(IDS, pair, "post_attn", layers=[2]).value == pytest.approx(
+        difference.logit, abs=1e-4
+    )
+    for wrong in (torch.tensor(0.5), torch.tensor(True), torch.tensor([1, 2, 3])):
+        with pytest.raises(OptionError, match="expected"):
+            engine.logit_attribution(IDS, wrong)

@@ -34,6 +34,56 @@ def clean(engine):
     return engine.trace(CLEAN)
 
 
+@pytest.mark.parametrize("hook", ["mlp_out", HOOK, "attn_head_out", "mhc_attn_res_mix", "mhc_ffn_pre_mix"])
+def test_a_tensor_is_one_row_or_rows_by_position(engine, clean, hook):
+    """[T, *row_shape] are rows from position 0 on; a tensor in the shape of a row is that row at every position."""
+    rows = clean[hook, 2]
+    by_run = engine.logits(CORRUPT, [Patch(clean, hook, [2])])
+    for tensor in (rows, rows.flatten(1), rows.numpy()):
+        assert engine.logits(CORRUPT, [Patch(tensor, hook, [2])]).equal(by_run)
+    some = engine.logits(CORRUPT, [Patch(clean, hook, [2], where=[1, -1])])
+    assert engine.logits(CORRUPT, [Patch(rows, hook, [2], where=[1, -1])]).equal(some)
+    first = engine.logits(CORRUPT, [Patch(clean, hook, [2], where=[0])])
+    assert engine.logits(CORRUPT, [Patch(rows[:1], hook, [2])]).equal(first)
+    flat = engine.logits(CORRUPT, [Patch(rows[3].flatten(), hook, [2])])
+    assert engine.logits(CORRUPT, [Patch(rows[3], hook, [2])]).equal(flat)
+    output = engine.generate(CORRUPT, max_tokens=2, temperature=0, steer=[Patch(rows, hook, [2])])
+    assert (
+        output.token_ids
+        == engine.generate(CORRUPT, max_tokens=2, temperature=0, steer=[Patch(clean, hook, [2])]).token_ids
+    )
+    with pytest.raises(
+        SteeringError, match=r"the source has shape .* Give one row, or rows by position: \[T, "
+    ):
+        engine.logits(CORRUPT, [Patch(torch.ones(7, 3), hook, [2])])
+
+
+def test_vectors_in_the_shape_of_a_row(engine, clean):
+    row = clean[HOOK, 2][3]
+    flat = engine.logits(CORRUPT, [Add(row.flatten(), HOOK, [2])])
+    assert engine.logits(CORRUPT, [Add(row, HOOK, [2])]).equal(flat)
+    one = engine.logits(CORRUPT, [Patch(clean[HOOK, 2][:, 1], HOOK, [2], streams=[1])])
+    assert one.equal(engine.logits(CORRUPT, [Patch(clean, HOOK, [2], streams=[1])]))
+    engine.modules["shaped"] = row
+    assert engine.logits(CORRUPT, [Add("shaped", HOOK, [2])]).equal(flat)
+    with pytest.raises(
+        SteeringError, match=r"has shape \(7, 64\), mlp_out has rows of shape \(64\)\. .*Patch"
+    ):
+        engine.logits(CORRUPT, [Add(clean["mlp_out", 2], "mlp_out", [2])])
+
+
+def test_an_unknown_hook_without_layers_is_answered_with_the_right_one(engine):
+    for hook, instead in (
+        ("blocks.2.hook_resid_pre", HOOK),
+        ("mlp_ot", "mlp_out"),
+        ("mhc_mix", "mhc_head_mix"),
+    ):
+        with pytest.raises(SteeringError, match=f"is not a hook of this model.*'{instead}'"):
+            engine.logits(CORRUPT, [Patch(0, hook)])
+    with pytest.raises(SteeringError, match="says no layers"):
+        engine.logits(CORRUPT, [Patch(0, "mlp_out")])
+
+
 def test_a_patch_of_a_trace_has_the_rows_of_that_run(engine, clean):
     """The tensor after the patch is the tensor of the clean run, and everything after it follows."""
     after = engine.trace(CORRUPT, steer=[Patch(clean, HOOK, [3], where=[2, -1])])

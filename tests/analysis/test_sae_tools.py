@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from birkhoff import Add, Capture
+from birkhoff import Add, Capture, SaeReconstruct
 from birkhoff.analysis.sae_features import collect_features, explain, promoted_tokens, save_features
 from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, zero_sae
 from birkhoff.analysis.sae_rows import LiveRows, StoreRows, check_view, view_rows
@@ -159,6 +159,24 @@ def test_live_rows_are_those_of_the_forward_pass(engine, view):
     assert not torch.allclose(result, rows, atol=1e-3), "and they are mixed"
     again = torch.cat(list(source.batches(0)))
     assert torch.allclose(result, again, atol=1e-4), "by the seed"
+
+
+def test_a_dictionary_of_what_a_sublayer_reads_is_trained_saved_and_spliced(engine, tmp_path):
+    """The reconstruction of the read view is what the sublayer reads when it is spliced in."""
+    prompts = texts(6, 3)
+    source = LiveRows(engine, prompts, STREAMS, 2, "read", batch_rows=40, pool_batches=2)
+    done = train_sae(source, TrainOptions(24, k=4, steps=8), tmp_path / "sae")
+    sae = Sae.load(tmp_path / "sae")
+    assert (done.sae.view, done.sae.spread, sae.view, sae.spread) == ("read", "read", "read", "read")
+    assert loss_recovered(engine, sae, prompts[:2]).tokens == 2 * (len(prompts[0]) - 1)
+    with engine.attach("read", sae, kind="full"):
+        steer = [SaeReconstruct("read", error="drop")]
+        hooks = {STREAMS: [2], "mhc_attn_pre_mix": [2]}
+        capture = Capture(hooks, "all_prompt", capture_point="after")
+        acts = engine.generate(prompts[0], max_tokens=1, capture=capture, steer=steer).acts
+    plain = engine.trace(prompts[0], ["pre_attn", "mhc_attn_pre_mix"])
+    read = (plain["mhc_attn_pre_mix", 2].unsqueeze(-1) * acts[STREAMS, 2].tensor).sum(1)
+    assert (read - sae.reconstruct(plain["pre_attn", 2])).abs().max() < 1e-3
 
 
 @pytest.fixture(scope="module")

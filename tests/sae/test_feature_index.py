@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import birkhoff
+from birkhoff import SaeSet
 from birkhoff.embedded import shipped_dictionary
 from birkhoff.errors import OptionError, SaeError, SaeFileError
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_index import COMPRESSED, FILE, FeatureIndex
 from birkhoff.sae.features import FeatureEntry
+from tests.sae.reference import random_sae
 
 
 def entry(
@@ -141,3 +143,37 @@ def test_an_engine_tells_about_features():
 
 def sae_of(engine) -> Sae:
     return next(iter(engine.saes.registry["mine"].saes.values()))
+
+
+def test_labels_of_descriptions_name_features(tmp_path):
+    """A dictionary that was described after training has no labels of its own: those of its descriptions count."""
+    path = random_sae("jumprelu", 16, 384, seed=1, hook="mlp_out", layer=4, view="single").save(
+        tmp_path / "d"
+    )
+    again = entry(11, '"wave"', ["a [wave] again"])
+    FeatureIndex({**INDEX, 11: again}).save(path)
+    sae = Sae.load(path)
+    assert (
+        not sae.labels
+        and sae.feature("about the sea") == 3
+        and sae.label(9) == '"said"'
+        and sae.label(0) is None
+    )
+    with pytest.raises(SaeError, match=r"2 features are labelled '\"wave\"' \(\[5, 11\]\)"):
+        sae.feature('"wave"')
+    with pytest.raises(SaeError, match="Did you mean 'about the sea'"):
+        sae.feature("about the se")
+    with birkhoff.load("nano", max_requests=1) as engine:
+        engine.attach("mine", sae)
+        hits = {
+            hit.feature: hit.label
+            for token in engine.features("The fox ran to the sea.", "mine", k=16, order="strength")
+            for hit in token
+        }
+        assert hits == {number: sae.label(number) for number in hits}
+        assert any(hits.values())
+        assert engine.feature("mine", "about the sea") == SEA
+        by_label, by_number = (
+            engine.logits("The fox ran", steer=[SaeSet("mine", {name: 4.0})]) for name in ("about the sea", 3)
+        )
+        assert by_label.equal(by_number)

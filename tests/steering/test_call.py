@@ -188,6 +188,8 @@ def test_a_wrong_result_is_refused(engine, fn, message):
         ({"hook": "mlp_oat"}, "Did you mean 'mlp_out'"),
         ({"hook": "moe_topk"}, "capture-only"),
         ({"layers": [99]}, "does not exist"),
+        ({"layers": None}, "needs layers"),
+        ({"hook": "blocks.2.mlp.hook_out"}, "tensor of layer 2"),
         ({"phase": "never"}, "expected one of"),
         ({"path": "none"}, "expected one of"),
         ({"where": {"prompt": "some"}}, "where"),
@@ -197,6 +199,13 @@ def test_what_is_refused(engine, arguments, message):
     fields = {"fn": lambda rows: rows, "hook": "mlp_out", "layers": [1], **arguments}
     with pytest.raises(BirkhoffError, match=message):
         engine.logits(PROMPT, [Call(**fields)])
+
+
+def test_a_hook_that_says_its_layer_needs_no_layers(engine):
+    for name, hook in (("blocks.1.mlp.hook_out", "mlp_out"), ("final_hidden", "final_hidden")):
+        layer = 1 if hook == "mlp_out" else engine.config.num_hidden_layers - 1
+        given = engine.logits(PROMPT, [Call(lambda rows: rows * 2, hook, [layer])])
+        assert engine.logits(PROMPT, [Call(lambda rows: rows * 2, name)]).equal(given)
 
 
 def test_what_a_function_may_look_like(engine):

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,3 +203,15 @@ def test_mutated_files_raise_nothing_but_our_errors():
         except BirkhoffError:
             refused += 1
     assert refused > scaled(500) // 4
+
+
+def test_ids_may_be_a_tensor_or_an_array(tokenizer):
+    ids = [*sorted(tokenizer.special_ids)[:1], *tokenizer.encode("a text")]
+    tensor = torch.tensor(ids)
+    for same in (tensor, tensor.numpy(), list(tensor), tuple(tensor.numpy())):
+        assert tokenizer.decode(same) == tokenizer.decode(ids)
+        assert tokenizer.decode(same, skip_special=True) == "a text"
+    assert tokenizer.decode(tensor[-1]) == tokenizer.decode(ids[-1:])
+    for wrong in (torch.tensor([0.5]), [True], torch.tensor([-1])):
+        with pytest.raises(TokenError, match="outside the vocabulary"):
+            tokenizer.decode(wrong)

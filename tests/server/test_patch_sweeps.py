@@ -1,0 +1,97 @@
+"""`POST /v1/patch_sweep` equals `engine.patch_sweep`: every layer and token, streams, heads, metrics by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import birkhoff
+
+CLEAN = "Tom had a red ball. Mary had a blue hat. Tom lost his"
+CORRUPT = "Tom had a red hat. Mary had a blue ball. Tom lost his"
+PAIR = {"token": " ball", "other": " hat"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with birkhoff.load("nano") as loaded:
+        yield loaded
+
+
+def swept(served, status: int = 200, **fields) -> dict:
+    body = {"source": {"prompt": CLEAN}, "target": {"prompt": CORRUPT}, "metric": PAIR, **fields}
+    answer = served.post("/v1/patch_sweep", body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_all_streams_of_all_layers_and_tokens(served, engine):
+    """The rows of the source are no inline capture: its limit does not apply to them."""
+    answer = swept(served, hook="mhc_streams_pre_attn")
+    expected = engine.patch_sweep(CLEAN, CORRUPT, (" ball", " hat"), "mhc_streams_pre_attn")
+    assert answer["axes"] == ["layer", "position"] and answer["positions"] == list(range(17))
+    assert (torch.tensor(answer["grid"]) - expected.values).abs().max() < 1e-3
+    assert abs(answer["source"] - expected.clean) < 1e-3 and abs(answer["target"] - expected.corrupt) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "over", "options", "axes"),
+    [
+        (
+            {"hook": "mhc_streams_pre_attn", "streams": "each", "positions": [5, -1]},
+            "mhc_streams_pre_attn",
+            {"streams": "each", "positions": [5, -1]},
+            ["layer", "position", "stream"],
+        ),
+        ({"hook": "heads", "positions": "all"}, "heads", {"positions": None}, ["layer", "head"]),
+        (
+            {"hook": "mlp_out", "layers": [3, -1], "align": "tokens"},
+            "mlp_out",
+            {"layers": [3, -1], "align": "tokens"},
+            ["layer", "position"],
+        ),
+    ],
+)
+def test_streams_heads_and_alignment(served, engine, fields, over, options, axes):
+    answer = swept(served, **fields)
+    expected = engine.patch_sweep(CLEAN, CORRUPT, (" ball", " hat"), over, **options)
+    assert answer["axes"] == axes == list(expected.axes)
+    assert (torch.tensor(answer["grid"]) - expected.values).abs().max() < 1e-3
+
+
+def test_metrics_by_id_by_text_and_by_log_probability(served, engine):
+    ball, hat = (engine.tokenizer.encode(text)[0] for text in (" ball", " hat"))
+    fields = {"hook": "mlp_out", "layers": [6], "positions": [16]}
+    by_text = swept(served, **fields)
+    assert swept(served, **fields, metric={"token": ball, "other": hat})["grid"] == by_text["grid"]
+    logprob = swept(served, **fields, metric={"token": " ball", "logprob": True})
+    assert abs(logprob["target"] - float(engine.logits(CORRUPT)[-1].log_softmax(-1)[ball])) < 1e-3
+    at = swept(served, **fields, metric={"token": " ball", "position": 4})
+    assert abs(at["target"] - float(engine.logits(CORRUPT)[4, ball])) < 1e-3
+    message = swept(served, 400, **fields, metric={"token": " ballhat"})["error"]["message"]
+    assert "2 tokens" in message
+
+
+def test_sweeps_without_a_name_do_not_use_up_the_runs(served):
+    fields = {"hook": "mlp_out", "layers": [3], "positions": [1]}
+    kept = swept(served, **fields, run="mine")["run"]
+    names = [swept(served, **fields)["run"] for _ in range(18)]
+    assert kept == "mine" and len(set(names)) == 18
+    patch = {"op": "patch", "at": {"hook": "mlp_out", "layers": [3]}}
+    body = {"prompt": CORRUPT, "max_tokens": 1, "temperature": 0}
+    statuses = []
+    for name in ("mine", names[-1], names[0]):
+        body["interventions"] = [{**patch, "source": {"run": name}}]
+        statuses.append(served.post("/v1/completions", body).status_code)
+    assert statuses == [200, 200, 400]  # the oldest one made room
+    assert swept(served, 409, **fields, run="mine")["error"]["code"] == "run-taken"
+    with served.http as client:
+        assert client.delete("/v1/patch_source/mine").status_code == 200
+
+
+def test_too_many_cells_are_refused_with_the_number_that_fits(served):
+    long = "Once upon a time there was a fox. " * 20
+    message = swept(served, 400, hook="heads", source={"prompt": long}, target={"prompt": long})["error"][
+        "message"
+    ]
+    assert "cells of" in message and "expected at most" in message

@@ -1,0 +1,76 @@
+"""`echo` with `logprobs`: the log-probabilities of a prompt are those of the model as the call steers it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff import Add, AttentionEdit, ExpertSet, Patch, SaeSet
+
+PROMPT = "Tom had a red ball. Mary had a blue hat. Tom lost his"
+VECTOR = torch.linspace(-1, 1, 384)
+ADD = {"op": "add", "at": {"hook": "mlp_out", "layers": [4]}, "vector": VECTOR.tolist(), "scale": 3.0}
+EDITS = {
+    "vector": ([ADD], [Add(VECTOR, "mlp_out", [4], scale=3.0)]),
+    "some tokens": ([{**ADD, "where": [3, 4]}], [Add(VECTOR, "mlp_out", [4], scale=3.0, where=[3, 4])]),
+    "generated tokens": ([{**ADD, "phase": "decode"}], []),
+    "zeros": (
+        [{"op": "patch", "at": {"hook": "mlp_out", "layers": [3]}, "source": "zeros"}],
+        [Patch(0, "mlp_out", [3])],
+    ),
+    "experts": ([{"op": "experts", "at": {"layers": [4]}, "ban": [0, 5]}], [ExpertSet([4], ban=[0, 5])]),
+    "head": ([{"op": "attention", "at": {"layers": [6]}, "heads": [1]}], [AttentionEdit([6], heads=[1])]),
+    "feature": ([{"op": "sae", "module": "delta", "set": {"7": 9.0}}], [SaeSet("delta", {7: 9.0})]),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(dictionary):
+    with birkhoff.load("nano") as loaded:
+        loaded.attach("delta", dictionary)
+        yield loaded
+
+
+def of_prompt(engine, steer) -> torch.Tensor:
+    """The log-probability of every token of the prompt but the first."""
+    ids = torch.tensor(engine.prompt_ids(PROMPT))
+    return engine.logits(PROMPT, steer=steer)[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def echoed(served, **fields) -> dict:
+    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1, **fields}
+    answer = served.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_prompt_logprobs_are_those_of_the_steered_model(served, engine, name):
+    wire, steer = EDITS[name]
+    choice = echoed(served, interventions=wire)["choices"][0]
+    expected, plain = of_prompt(engine, steer), of_prompt(engine, None)
+    found = torch.tensor(choice["logprobs"]["token_logprobs"][1:-1])
+    assert (found - expected).abs().max() < 1e-4
+    assert bool(steer) == bool((found - plain).abs().max() > 1e-2)
+
+
+def test_the_unsteered_twin_and_every_choice_have_their_own(served, engine):
+    steer = EDITS["vector"][1]
+    answer = echoed(served, interventions=[ADD], baseline=True, n=2, seed=1, temperature=1)
+    steered, plain = of_prompt(engine, steer), of_prompt(engine, None)
+    for part, expected in (("choices", steered), ("baseline", plain)):
+        assert len(answer[part]) == 2
+        for choice in answer[part]:
+            found = torch.tensor(choice["logprobs"]["token_logprobs"][1 : len(expected) + 1])
+            assert (found - expected).abs().max() < 1e-4
+
+
+def test_edits_of_every_request_count(served, engine):
+    assert served.post("/v1/steering/set", {"interventions": [ADD]}).status_code == 200
+    try:
+        choice = echoed(served)["choices"][0]
+    finally:
+        assert served.post("/v1/steering/clear", {}).status_code == 200
+    found = torch.tensor(choice["logprobs"]["token_logprobs"][1:-1])
+    assert (found - of_prompt(engine, EDITS["vector"][1])).abs().max() < 1e-4

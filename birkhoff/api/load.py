@@ -113,6 +113,8 @@ def load(
     _warm_up(core)
     if reader is not None:
         core.read_experts_in_background(reader)
+    for fallback in core.kernel_fallbacks():
+        print(f"birkhoff: {fallback}", file=sys.stderr)
     _report(str(model), chosen, checkpoint, run, memory, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
     chat = None if tokenizer is None else V4Chat(tokenizer, texts, checkpoint.config.max_position_embeddings)

@@ -129,13 +129,19 @@ class Decoder:
         self.processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         )
-        reason = "not wanted" if fast is False else self._unsupported_by_cuda()
+        self.unsupported = reason = "not wanted" if fast is False else self._unsupported_by_cuda()
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
         layers = self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
         self.kernels: CudaBackend | TritonBackend = (
             CudaBackend(device, pdl, _type_names(layers)) if reason is None else _triton_backend()
         )
+
+    def fallbacks(self) -> list[str]:
+        """What runs in place of kernels that the model or the GPU does without, in words."""
+        prompts = gpu.prompt_fallback(self.state.device)
+        decoding = f"decode steps run on Triton kernels instead of CUDA ones: {self.unsupported}"
+        return [*([decoding] if self.unsupported else []), *([prompts] if prompts else [])]
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:
         """Buffers for `rows` tokens at positions below `context`."""

@@ -139,6 +139,13 @@ class EngineCore(RequestLoop):
             self._run_ahead = RunAhead(self.scheduler, runner, self.sampler, self.controller)
         return runner
 
+    def kernel_fallbacks(self) -> list[str]:
+        """What runs in place of GPU kernels that the model or the GPU does without, in words; nothing on a CPU."""
+        runner = self._own
+        if runner is None or runner.graphs is None or runner.state.device.type != "cuda":
+            return []
+        return runner.graphs.decoder.fallbacks()
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile GPU kernels and record decode graphs before the first request; returns the seconds it took.
 

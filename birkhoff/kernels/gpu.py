@@ -40,6 +40,13 @@ def is_hopper(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def prompt_fallback(device: torch.device) -> str | None:
+    """What runs in place of the kernels for prompts that only Hopper has; None where they run."""
+    if is_hopper(device):
+        return None
+    return "prompts run on portable Triton kernels: faster ones for attention and experts need compute capability 9.0"
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`: the size of a tile."""
     return max(least, 1 << max(count - 1, 0).bit_length())

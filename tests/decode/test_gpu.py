@@ -26,6 +26,7 @@ from birkhoff.hooks.graph_tap import AttentionShape, GraphTap, plan_graph
 from birkhoff.hooks.key_rules import MAX_RULES
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import scale_offset, unsupported_reason, unsupported_size
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -257,6 +258,19 @@ def test_unsupported_models_are_refused_with_the_reason(model):
     assert unsupported_model(model) is None
     with pytest.raises(OptionError, match=r"the CUDA kernels cannot serve this model: .*Use fast=False"):
         Decoder(model, State.contiguous(SMALL, 1, 128, device=DEVICE), fast=True)
+
+
+def test_what_runs_in_place_of_missing_kernels_is_named(model, monkeypatch):
+    decoder = Decoder(model, State.contiguous(SMALL, 1, 128, device=DEVICE), fast=False)
+    assert decoder.fallbacks() == ["decode steps run on Triton kernels instead of CUDA ones: not wanted"]
+    ada = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "need compute capability 9.0" in gpu.prompt_fallback(ada)
+    older = "the GPU is older than compute capability 9.0"
+    assert unsupported_reason(TINY, torch.bfloat16, ada) == older
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gpu.prompt_fallback(ada) is None and unsupported_reason(TINY, torch.bfloat16, ada) != older
 
 
 def test_cuda_kernels_state_their_requirements():

@@ -108,8 +108,8 @@ class SamplingParams:
             put("logprobs", check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         put("presence_penalty", check_float("presence_penalty", self.presence_penalty, -2.0, 2.0))
         put("frequency_penalty", check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        repetition = check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclude_low=True)
-        put("repetition_penalty", repetition)
+        # Quotients of logits stay finite.
+        put("repetition_penalty", check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
         put("logit_bias", _biases(self.logit_bias))
         put("n", check_int("n", self.n, 1, MAX_CHOICES))
         _check_context(self.context)

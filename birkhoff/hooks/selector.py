@@ -296,11 +296,11 @@ class _SelectorSpan:
         return np.unique(np.array([self.absolute(index) for index in indices], np.int64))
 
     def window(self, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
-        """As a slice: bounds beyond the side are cut."""
+        """As a slice: bounds beyond the side are cut, and a window that ends before it starts is empty."""
         start, stop = window or (None, None)
         first = self.start if start is None else max(self.absolute(start), self.start)
         last = self.stop if stop is None else min(self.absolute(stop), self.stop)
-        return first, last
+        return first, max(first, last)
 
 
 def _part(side: Side, span: _SelectorSpan, path: str, without: tuple[_TokenRange, ...] = ()) -> _TokenRange:

@@ -58,7 +58,7 @@ class LlamaCompletionBody(SteeringFields):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Seed | None = None
     stop: Annotated[list[StopString], Field(max_length=16)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool | None = None

@@ -80,7 +80,7 @@ def test_allowed_values(name, good):
         ("logprobs", [-1, 21, True, 5.0, "5"]),
         ("presence_penalty", [-2.1, 2.1, math.nan, True]),
         ("frequency_penalty", [-2.1, 2.1, math.inf, "0"]),
-        ("repetition_penalty", [0, -1, 101, math.nan]),
+        ("repetition_penalty", [0, -1, 1e-150, 0.009, 101, math.nan]),
         (
             "logit_bias",
             [

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from birkhoff.errors import SelectorError
@@ -99,6 +99,7 @@ def bound(value, text):
 
 @MANY
 @given(selectors, texts)
+@example({"prompt": {"exclude": {"window": [1, -1]}}}, ([0], [0]))  # an empty window
 def test_a_selector_equals_its_definition(value, text):
     selector, tokens, prompt_len = bound(value, text), text[0] + text[1], len(text[0])
     expected = [p for p, t in enumerate(tokens) if is_selected(value, p, t, prompt_len)]

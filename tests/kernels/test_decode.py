@@ -83,6 +83,13 @@ def test_products_of_stacked_matrices(count):
     assert_close(out, x @ expected.T)
 
 
+def test_float16_weights_do_not_round_float32_inputs():
+    weight, x = (normal(1, 24, 200) * 0.1).half(), normal(2, 3, 200)
+    out = torch.full((3, 24), torch.nan, device=DEVICE)
+    linear.gemv([PackedWeight.plain([weight])], x, out)
+    assert (out - x @ weight.float().T).abs().max() < 1e-5
+
+
 def test_weights_are_stored_as_bfloat16_only_if_exact():
     exact = normal(1, 4, 8).bfloat16().float()
     assert PackedWeight.plain([exact]).weight.dtype is torch.bfloat16

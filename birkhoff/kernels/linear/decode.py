@@ -52,8 +52,8 @@ def _gemv(
             if TYPE == "rows of FP8":
                 s = tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127)
                 w = decode_e4m3(w) * decode_e8m0(s)[:, None]
-            elif w.dtype == tl.float16:
-                inputs = inputs.to(tl.float16)  # not rounded: inputs are normalised or gated
+            elif w.dtype == tl.float16 and not FP32:
+                inputs = inputs.to(tl.float16)  # of bfloat16, not rounded: inputs are normalised or gated
         else:
             w = unpack(weight, scale, grid, r, r < rows, start, inner, TYPE, INNER)
         if FP32:

@@ -107,7 +107,9 @@ def run_tests(name: str, variables: dict[str, str]) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    ("sanitizer", "name"), itertools.product(LIBRARIES, FILES) if FULL else IN_SHORT, ids=lambda each: each
+    ("sanitizer", "name"),
+    list(itertools.product(LIBRARIES, FILES)) if FULL else IN_SHORT,
+    ids=lambda each: each,
 )
 def test_kernels_have_no_races_and_stay_within_their_memory(sanitizer, name):
     result = run_tests(name, environment(sanitizer))

@@ -38,6 +38,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[Request, ActiveCall | None] = {}  # None: call closed, last output still to come
         self._counted_tokens: dict[Request, int] = {}  # those of running requests that are in the metrics
+        self._uncounted_prompts: set[Request] = set()  # requests whose prompts are not in the metrics yet
         self._requests_by_caller: Counter[str] = Counter()
         self._durations: deque[float] = deque([1.0], maxlen=64)  # seconds per recent request
 
@@ -93,9 +94,16 @@ class AsyncEngine:
             self._driver.close()
 
     def new_call(
-        self, requests: Sequence[Request], caller: str, call_id: str, client_chose_id: bool
+        self,
+        requests: Sequence[Request],
+        first_choices: Sequence[Request],
+        caller: str,
+        call_id: str,
+        client_chose_id: bool,
     ) -> ActiveCall:
-        """Create a call that has not been submitted. An id chosen by the client must not be in use."""
+        """Create a call that has not been submitted. An id chosen by the client must not be in use.
+
+        `first_choices` has one request of each prompt: metrics count a prompt once, as `usage` does."""
         if client_chose_id and self._calls_with_id(call_id):
             raise ApiError(
                 409,
@@ -103,7 +111,7 @@ class AsyncEngine:
                 code="request-id-taken",
                 param="request_id",
             )
-        return ActiveCall(self, requests, caller, call_id)
+        return ActiveCall(self, requests, first_choices, caller, call_id)
 
     def cancel_call(self, call_id: str) -> bool:
         """Cancel the call with this id. Returns False if there is none."""
@@ -155,6 +163,7 @@ class AsyncEngine:
         self._driver.submit(call.requests)
         for request in call.requests:
             self._calls[request] = call
+        self._uncounted_prompts.update(call.first_choices)
         self._requests_by_caller[call.caller] += count
 
     def release(self, call: ActiveCall, cause: str) -> None:
@@ -194,7 +203,8 @@ class AsyncEngine:
         new_tokens = 0
         for output in outputs:
             request, tokens = output.request, len(output.request.output_ids)
-            if request not in self._counted_tokens and (tokens or output.last):
+            if request in self._uncounted_prompts and (tokens or output.last):
+                self._uncounted_prompts.remove(request)
                 self.metrics.record_prompt(request)
             if tokens:
                 new_tokens += tokens - self._counted_tokens.get(request, 0)
@@ -208,8 +218,16 @@ class AsyncEngine:
 class ActiveCall:
     """The engine requests of one HTTP call, from submission until they finish or the call is closed."""
 
-    def __init__(self, async_engine: AsyncEngine, requests: Sequence[Request], caller: str, call_id: str):
+    def __init__(
+        self,
+        async_engine: AsyncEngine,
+        requests: Sequence[Request],
+        first_choices: Sequence[Request],
+        caller: str,
+        call_id: str,
+    ):
         self.requests = tuple(requests)
+        self.first_choices = tuple(first_choices)
         self.caller = caller
         self.started = time.monotonic()
         self.id = call_id

@@ -71,6 +71,14 @@ class AsyncEngine:
         return self.engine.max_requests + self.settings.max_queue - len(self._calls)
 
     @property
+    def _places_per_caller(self) -> int:
+        """Requests that one caller may have running and waiting: with several keys three quarters of the places,
+        rounded down, and at least the slots."""
+        slots = self.engine.max_requests
+        places = slots + self.settings.max_queue
+        return places if len(self.settings.api_key) < 2 else max(slots, places * 3 // 4)
+
+    @property
     def active_requests(self) -> list[Request]:
         return list(self._calls)
 
@@ -145,17 +153,19 @@ class AsyncEngine:
                 503, "the server is stopping. Try again later.", code="draining", headers={"Retry-After": "5"}
             )
         count, slots = len(call.requests), self.engine.max_requests
-        share = slots + self.settings.max_queue
-        if len(self.settings.api_key) > 1:  # with several keys, one key may not fill the whole queue
-            share = max(slots, math.ceil(share * 0.75))
-        if count > self.free_places or self._requests_by_caller[call.caller] + count > share:
+        share, own = self._places_per_caller, self._requests_by_caller[call.caller]
+        if count > self.free_places or own + count > share:
             self.metrics.rejected.labels("queue").inc()
             mean = sum(self._durations) / len(self._durations)
             retry_after = min(30, max(1, math.ceil(mean * len(self._calls) / max(slots, 1))))
+            holders, places = (
+                (f"{len(self._calls)} answers are", "there is no place")
+                if count > self.free_places
+                else (f"{own} answers of this key are", f"one key has {share} places, not enough")
+            )
             raise ApiError(
                 429,
-                f"{len(self._calls)} answers are running or waiting and there is no place for {count} more. "
-                f"Try again in {retry_after} s.",
+                f"{holders} running or waiting and {places} for {count} more. Try again in {retry_after} s.",
                 code="queue-full",
                 headers={"Retry-After": str(retry_after)},
             )

@@ -368,6 +368,27 @@ def test_a_connection_too_many_is_told_the_limit_and_when_to_return(guarded):
         time.sleep(0.05)
 
 
+def test_r13_one_of_several_keys_has_three_quarters_of_the_places(tmp_path):
+    flags = ["--api-key", KEY, "--api-key", OTHER, "--max-context", "1024", "--max-requests", "2"]
+    with serving(tmp_path / "six", *flags, "--max-queue", "4") as served:  # 4.5 of 6 places
+        body = {"prompt": "Hi", "max_tokens": 2}
+        refused = served.post("/v1/completions", {**body, "n": 5}, **BEARER)
+        assert refused.status_code == 429 and "one key has 4 places" in refused.json()["error"]["message"]
+        assert served.post("/v1/completions", {**body, "n": 4}, **BEARER).status_code == 200
+        long = {**body, "n": 4, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with (
+            served.http as client,
+            client.stream("POST", "/v1/completions", json=long, headers=BEARER) as answer,
+        ):
+            lines = answer.iter_lines()  # kept: its end would close the stream
+            assert next(lines)
+            assert served.post("/v1/completions", body, **BEARER).status_code == 429
+            other = served.post("/v1/completions", {**body, "n": 2}, **{"x-api-key": OTHER})
+            assert other.status_code == 200, other.text
+    with serving(tmp_path / "two", *flags, "--max-queue", "0") as served:  # all slots, if there is no queue
+        assert served.post("/v1/completions", {**body, "n": 2}, **BEARER).status_code == 200
+
+
 def test_r13_overload_is_refused_and_other_requests_are_served(guarded):
     """Ten times the capacity, in bursts: every request gets 200, or 429 with Retry-After."""
 

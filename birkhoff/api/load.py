@@ -372,7 +372,7 @@ def _build_core(
     files = None
     if options.context_root is not None and cache.prefix_bytes:
         root = Path(options.context_root).expanduser()
-        files = PageFiles(root, model_identity(network), options.context_bytes)
+        files = PageFiles(root, model_identity(network), options.context_bytes, _print_notice)
     placement = None
     if placed is not None:
         tables = network.hash_routing_tables()
@@ -422,7 +422,7 @@ def _report(
 ) -> None:
     """Print the checkpoint's notices and what was decided to stderr."""
     for notice in checkpoint.notices:
-        print(f"birkhoff: {notice}", file=sys.stderr)
+        _print_notice(notice)
     prefix = f"of {cache.pages} pages" if cache.prefix_bytes else "off"
     experts = f"; {memory.budget}" if isinstance(memory, PlacedExperts) else ""
     if isinstance(memory, HostBudget) and memory.mapped:
@@ -446,6 +446,10 @@ def _report(
         f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
         file=sys.stderr,
     )
+
+
+def _print_notice(text: str) -> None:
+    print(f"birkhoff: {text}", file=sys.stderr, flush=True)
 
 
 def _requests(options: EngineOptions) -> str:

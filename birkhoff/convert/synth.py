@@ -21,10 +21,11 @@ import torch
 from birkhoff.atomic_file import write_atomic
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
+from birkhoff.convert.write import check_space
 from birkhoff.kernels import quant
 from birkhoff.option_checks import check_int
 from birkhoff.text.bytes import byte_tokenizer_json
-from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, model_tensors
+from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, expected_tensors, model_tensors
 from birkhoff.weights.released import SHARD_BYTES, Packed, write_released
 
 LOGIT_SPREAD = 1.5
@@ -48,6 +49,7 @@ def synth(
     """Write a random checkpoint to directory `out` and return its config."""
     check_int("seed", seed, 0, 2**63 - 1)
     config = preset(like, layers, mtp)
+    check_space(Path(out), sum(stored.nbytes for stored in expected_tensors(config, dense, experts).values()))
     text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
     rows = RandomRows(config, seed, dense, experts)
     write_released(

@@ -121,11 +121,17 @@ def _check_disk(plan: ConversionPlan) -> None:
         for path in (file.path, partial_path(file.path)):
             if path.exists():
                 needed -= min(path.stat().st_blocks * 512, file.nbytes)
-    folder = plan.destination.parent
+    check_space(plan.destination, needed)
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Raise `ConvertError` if the disk of `destination`, which need not exist, has less than `needed` bytes free."""
+    path = destination.absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConvertError(
-            f"{plan.destination} needs {format_bytes(needed)} more on disk, and {format_bytes(free)} are free in "
+            f"{destination} needs {format_bytes(needed)} more on disk, and {format_bytes(free)} are free in "
             f"{folder}. Free some, or choose another directory."
         )
 

@@ -6,7 +6,7 @@ the model identity (weights and numerics) and every shape and dtype are checked.
 and its page is computed again.
 
 Files are in a folder named after the identity of their model. All folders together stay below `limit_bytes`; least
-recently used files are deleted first. When the disk fails, the engine continues without it.
+recently used files are deleted first. When the disk fails, the engine continues without it, and says so once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -36,7 +36,10 @@ Tensors = Mapping[str, torch.Tensor]
 class PageFiles:
     """The pages of one model under `root`; `limit_bytes` bounds the pages of all models there."""
 
-    def __init__(self, root: str | Path, identity: bytes, limit_bytes: int):
+    def __init__(
+        self, root: str | Path, identity: bytes, limit_bytes: int, report: Callable[[str], None] | None = None
+    ):
+        """`report` is called once, with a message, when pages cannot be stored."""
         self.folder = Path(root) / identity.hex()
         self.identity = identity.hex()
         self.limit_bytes = limit_bytes
@@ -45,7 +48,8 @@ class PageFiles:
         # sizes of all models' pages, least recently used first
         self._files: OrderedDict[Path, int] = OrderedDict()
         self.held_bytes = 0
-        with self._ignore_os_errors():
+        self._report = report
+        with self._ignore_os_errors(report=True):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._scan(Path(root))
 
@@ -60,7 +64,7 @@ class PageFiles:
         data = encode(self.identity, key, tensors)
         if len(data) > self.limit_bytes:
             return
-        with self._ignore_os_errors():
+        with self._ignore_os_errors(report=True):
             self._make_room(len(data))
             write_atomic(path, data, sync=False)  # the digest detects what a crash leaves incomplete
             self._files[path] = len(data)
@@ -121,11 +125,19 @@ class PageFiles:
             path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _ignore_os_errors(self) -> Iterator[None]:
+    def _ignore_os_errors(self, report: bool = False) -> Iterator[None]:
+        """Count failures of the disk; with `report` the first of them is also told."""
         try:
             yield
-        except OSError:
+        except OSError as error:
             self.failures += 1
+            if report and self._report is not None:
+                tell, self._report = self._report, None
+                tell(
+                    f"cache pages cannot be written to {self.folder.parent} ({error.strerror or error}); prompts whose "
+                    "pages are not there are computed again. Free space there, lower context_bytes, or choose another "
+                    "context_root."
+                )
 
 
 def encode(identity: str, key: bytes, tensors: Tensors) -> bytes:

@@ -43,8 +43,7 @@ def load_all(
     path: Path, site: Site | None = None, centered: bool | None = None, input_scale: float | None = None
 ) -> list[Sae]:
     """All dictionaries at a path: more than one only for a manifest with several sites."""
-    if not path.exists():
-        raise SaeFileError(f"{path} does not exist. Give the directory (or file) that holds the dictionary.")
+    _check_format(path)
     requested = dict.fromkeys(("hook", "layer", "view", "spread")) | (site or {})
     if is_saelens(path):
         arguments, stored, default = load_saelens(path, centered, input_scale)
@@ -56,15 +55,28 @@ def load_all(
     if (path / MANIFEST).is_file():
         return _select(load_manifest(path), requested, path)
     archive = gemma_scope_file(path)
-    state = dictionary_learning_file(path)
-    if archive is not None or state is not None:
-        default = None
-        if archive is not None:
-            arguments, default = load_gemma_scope(archive)
-        else:
-            arguments = load_dictionary_learning(state or path)
-        arguments["labels"] = read_labels(path if path.is_dir() else path.parent)
-        return [_make(arguments, {}, default, requested, path)]
+    default = None
+    if archive is not None:
+        arguments, default = load_gemma_scope(archive)
+    else:
+        arguments = load_dictionary_learning(dictionary_learning_file(path) or path)
+    arguments["labels"] = read_labels(path if path.is_dir() else path.parent)
+    return [_make(arguments, {}, default, requested, path)]
+
+
+def check_named(name: str | Path) -> None:
+    """Refuse a path or name without files of a dictionary, as `load_named` does, without reading them."""
+    _check_format(locate_sae(name)[0])
+
+
+def _check_format(path: Path) -> None:
+    """Raise `SaeFileError` unless there are files of a format that we read."""
+    if not path.exists():
+        raise SaeFileError(f"{path} does not exist. Give the directory (or file) that holds the dictionary.")
+    if is_saelens(path) or (path / MANIFEST).is_file():
+        return
+    if gemma_scope_file(path) is not None or dictionary_learning_file(path) is not None:
+        return
     present = sorted(entry.name for entry in path.iterdir())[:6] if path.is_dir() else [path.name]
     raise SaeFileError(
         f"{path} holds no dictionary that we read; it holds {', '.join(present) or 'nothing'}. Expected cfg.json with "

@@ -29,14 +29,15 @@ class Generated:
     first_token_ms: float | None
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Generated | None:
-        """Sum over the engine requests of an HTTP request; None if it had none."""
+    def of(cls, requests: Sequence[Request], first_choices: Sequence[Request]) -> Generated | None:
+        """Sum over the engine requests of an HTTP request; None if it had none. `first_choices` has one request of
+        each prompt, which counts once."""
         if not requests:
             return None
         times = [request.timings for request in requests]
         first = [(t.first_token - t.submitted) * 1e3 for t in times if t.first_token is not None]
         return cls(
-            sum(len(request.prompt_ids) for request in requests),
+            sum(len(request.prompt_ids) for request in first_choices),
             sum(len(request.output_ids) for request in requests),
             round(min(first), 1) if first else None,
         )

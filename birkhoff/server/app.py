@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from fastapi import FastAPI
@@ -40,6 +40,7 @@ from birkhoff.server.llamacpp_routes import LlamaCompletionBody, LlamaCompletion
 from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.middleware import Middleware
+from birkhoff.server.ollama_models import OllamaModelRoutes, OllamaShowBody
 from birkhoff.server.ollama_routes import OllamaChatBody, OllamaGenerateBody, OllamaRoutes
 from birkhoff.server.page_routes import PageRoutes
 from birkhoff.server.patching_routes import PatchingRoutes, SweepBody
@@ -50,6 +51,7 @@ from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.service_routes import ServiceRoutes
 from birkhoff.server.steering_routes import ModuleBody, SteeringRoutes, UnregisterBody
 from birkhoff.server.token_routes import DetokenizeBody, TemplateBody, TokenizeBody, TokenRoutes
+from birkhoff.weights.locate import locate
 
 Handler = Callable[..., Awaitable[Response]]
 SCHEMA_REF = "#/components/schemas/{model}"
@@ -122,6 +124,7 @@ def _routed_app(
     routes = RouteRegistry(app)
     _add_service_routes(routes, context, metrics)
     _add_generation_routes(routes, context)
+    _add_ollama_model_routes(routes, context, load_options)
     _add_interp_routes(routes, context, links)
     docs = DocsPage(app.openapi)
     routes.get("/docs", docs.page, "API page", "text/html")
@@ -166,11 +169,22 @@ def _add_generation_routes(routes: RouteRegistry, context: ServingContext) -> No
     ollama = OllamaRoutes(context)
     routes.post("/api/chat", ollama.chat, OllamaChatBody, "Ollama chat")
     routes.post("/api/generate", ollama.generate, OllamaGenerateBody, "Ollama generate")
-    routes.get("/api/tags", ollama.tags, "Ollama models")
-    routes.get("/api/version", ollama.version, "Ollama version")
     routes.post("/tokenize", tokens.tokenize, TokenizeBody, "Tokenize")
     routes.post("/detokenize", tokens.detokenize, DetokenizeBody, "Detokenize")
     routes.post("/apply-template", tokens.template, TemplateBody, "Apply the chat template")
+
+
+def _add_ollama_model_routes(
+    routes: RouteRegistry, context: ServingContext, load_options: Mapping[str, Any]
+) -> None:
+    def find_files() -> Path:
+        return locate(load_options.get("model", "nano"), load_options.get("revision"))
+
+    models = OllamaModelRoutes(context, find_files)
+    routes.get("/api/tags", models.tags, "Ollama models")
+    routes.post("/api/show", models.show, OllamaShowBody, "Ollama model details")
+    routes.get("/api/ps", models.running, "Ollama models in memory")
+    routes.get("/api/version", models.version, "Ollama version")
 
 
 def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: SignedLinks) -> None:

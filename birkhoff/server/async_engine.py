@@ -38,6 +38,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[Request, ActiveCall | None] = {}  # None: call closed, last output still to come
         self._counted_tokens: dict[Request, int] = {}  # those of running requests that are in the metrics
+        self._uncounted_prompts: set[Request] = set()  # requests whose prompts are not in the metrics yet
         self._requests_by_caller: Counter[str] = Counter()
         self._durations: deque[float] = deque([1.0], maxlen=64)  # seconds per recent request
 
@@ -70,6 +71,14 @@ class AsyncEngine:
         return self.engine.max_requests + self.settings.max_queue - len(self._calls)
 
     @property
+    def _places_per_caller(self) -> int:
+        """Requests that one caller may have running and waiting: with several keys three quarters of the places,
+        rounded down, and at least the slots."""
+        slots = self.engine.max_requests
+        places = slots + self.settings.max_queue
+        return places if len(self.settings.api_key) < 2 else max(slots, places * 3 // 4)
+
+    @property
     def active_requests(self) -> list[Request]:
         return list(self._calls)
 
@@ -93,9 +102,16 @@ class AsyncEngine:
             self._driver.close()
 
     def new_call(
-        self, requests: Sequence[Request], caller: str, call_id: str, client_chose_id: bool
+        self,
+        requests: Sequence[Request],
+        first_choices: Sequence[Request],
+        caller: str,
+        call_id: str,
+        client_chose_id: bool,
     ) -> ActiveCall:
-        """Create a call that has not been submitted. An id chosen by the client must not be in use."""
+        """Create a call that has not been submitted. An id chosen by the client must not be in use.
+
+        `first_choices` has one request of each prompt: metrics count a prompt once, as `usage` does."""
         if client_chose_id and self._calls_with_id(call_id):
             raise ApiError(
                 409,
@@ -103,7 +119,7 @@ class AsyncEngine:
                 code="request-id-taken",
                 param="request_id",
             )
-        return ActiveCall(self, requests, caller, call_id)
+        return ActiveCall(self, requests, first_choices, caller, call_id)
 
     def cancel_call(self, call_id: str) -> bool:
         """Cancel the call with this id. Returns False if there is none."""
@@ -137,17 +153,19 @@ class AsyncEngine:
                 503, "the server is stopping. Try again later.", code="draining", headers={"Retry-After": "5"}
             )
         count, slots = len(call.requests), self.engine.max_requests
-        share = slots + self.settings.max_queue
-        if len(self.settings.api_key) > 1:  # with several keys, one key may not fill the whole queue
-            share = max(slots, math.ceil(share * 0.75))
-        if count > self.free_places or self._requests_by_caller[call.caller] + count > share:
+        share, own = self._places_per_caller, self._requests_by_caller[call.caller]
+        if count > self.free_places or own + count > share:
             self.metrics.rejected.labels("queue").inc()
             mean = sum(self._durations) / len(self._durations)
             retry_after = min(30, max(1, math.ceil(mean * len(self._calls) / max(slots, 1))))
+            holders, places = (
+                (f"{len(self._calls)} answers are", "there is no place")
+                if count > self.free_places
+                else (f"{own} answers of this key are", f"one key has {share} places, not enough")
+            )
             raise ApiError(
                 429,
-                f"{len(self._calls)} answers are running or waiting and there is no place for {count} more. "
-                f"Try again in {retry_after} s.",
+                f"{holders} running or waiting and {places} for {count} more. Try again in {retry_after} s.",
                 code="queue-full",
                 headers={"Retry-After": str(retry_after)},
             )
@@ -155,6 +173,7 @@ class AsyncEngine:
         self._driver.submit(call.requests)
         for request in call.requests:
             self._calls[request] = call
+        self._uncounted_prompts.update(call.first_choices)
         self._requests_by_caller[call.caller] += count
 
     def release(self, call: ActiveCall, cause: str) -> None:
@@ -194,7 +213,8 @@ class AsyncEngine:
         new_tokens = 0
         for output in outputs:
             request, tokens = output.request, len(output.request.output_ids)
-            if request not in self._counted_tokens and (tokens or output.last):
+            if request in self._uncounted_prompts and (tokens or output.last):
+                self._uncounted_prompts.remove(request)
                 self.metrics.record_prompt(request)
             if tokens:
                 new_tokens += tokens - self._counted_tokens.get(request, 0)
@@ -208,8 +228,16 @@ class AsyncEngine:
 class ActiveCall:
     """The engine requests of one HTTP call, from submission until they finish or the call is closed."""
 
-    def __init__(self, async_engine: AsyncEngine, requests: Sequence[Request], caller: str, call_id: str):
+    def __init__(
+        self,
+        async_engine: AsyncEngine,
+        requests: Sequence[Request],
+        first_choices: Sequence[Request],
+        caller: str,
+        call_id: str,
+    ):
         self.requests = tuple(requests)
+        self.first_choices = tuple(first_choices)
         self.caller = caller
         self.started = time.monotonic()
         self.id = call_id

@@ -157,13 +157,16 @@ class ServingContext:
     ) -> Response:
         """Run one generation per prompt and return the response, streamed or complete."""
         prompt_tokens = sum(len(generation.prompt) for generation in generations)
-        requests = await self.offload(
-            lambda: [request for generation in generations for request in generation.requests(self.engine)],
+        groups = await self.offload(
+            lambda: [generation.requests(self.engine) for generation in generations],
             heavy=prompt_tokens > OFFLOAD_PROMPT_TOKENS or _is_long(http),
         )
-        http.state.requests = requests  # for the access log
+        requests = [request for group in groups for request in group]
+        first_choices = [group[0] for group in groups]
+        http.state.requests, http.state.first_choices = requests, first_choices  # for the access log
         call = self.async_engine.new_call(
             requests,
+            first_choices,
             http.state.caller,
             request_id or http.state.request_id,
             client_chose_id=request_id is not None,

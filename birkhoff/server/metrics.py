@@ -32,10 +32,12 @@ class Metrics:
         self.http_requests = counter("http_requests", "HTTP requests by route and status.", "route", "status")
         self.rejected = counter("rejected", "Requests refused before they ran, by reason.", "reason")
         self.cancelled = counter("cancelled", "Requests cancelled before they finished, by cause.", "cause")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of admitted requests; a prompt with several choices counts once."
+        )
         self.generated_tokens = counter("generated_tokens", "Generated tokens.")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from the prefix cache.")
-        self.shared_pages = counter("shared_pages", "Prefix cache pages reused.")
+        self.cached_tokens = counter("cached_tokens", "Those of prompt_tokens that were in the prefix cache.")
+        self.shared_pages = counter("shared_pages", "Pages of the prefix cache that held cached_tokens.")
         self.drafted = counter("drafted_tokens", "Tokens drafted by speculative decoding.")
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted.")
         self.steered_requests = counter("steered_requests", "Requests with edited activations.")
@@ -66,7 +68,8 @@ class Metrics:
         self.request_seconds = histogram("request_seconds", "Time from submission to the last token.")
 
     def record_prompt(self, request: Request) -> None:
-        """Count the prompt of a request that has its first token, or has ended without one."""
+        """Count the prompt of a request that has its first token, or has ended without one: call it for one choice of
+        a prompt."""
         self.prompt_tokens.inc(len(request.prompt_ids) if request.timings.admitted is not None else 0)
         self.cached_tokens.inc(request.cached_tokens or 0)
         self.shared_pages.inc(request.shared_pages)

@@ -126,7 +126,7 @@ class Middleware:
                 time.perf_counter() - start_time,
                 note,
                 client=state["caller"],
-                generated=Generated.of(state.get("requests", ())),
+                generated=Generated.of(state.get("requests", ()), state.get("first_choices", ())),
             )
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:

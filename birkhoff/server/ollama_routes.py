@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags` and `/api/version`, complete and as lines of JSON.
+"""Ollama's API: `/api/chat` and `/api/generate`, complete and as lines of JSON.
 
 Answers are streamed unless `stream` is false. `options` are Ollama's names of the sampling options; those that place a
 model in memory have no effect here, where the model is already loaded. A model may be named `NAME:latest`. Errors are
@@ -16,7 +16,6 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff import __version__
 from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
 from birkhoff.output import timings_of
@@ -38,7 +37,7 @@ from birkhoff.server.fields import (
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure
-from birkhoff.server.reply import json_response
+from birkhoff.server.ollama_models import timestamp
 from birkhoff.server.steering_routes import request_edits
 from birkhoff.server.stream_formatter import StreamFormatter
 from birkhoff.text.events import ContentDelta, ParsedMessage, ReasoningDelta
@@ -117,34 +116,6 @@ class OllamaRoutes(Routes):
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = None if body.raw else [*system, {"role": "user", "content": body.prompt}]
         return await self._run(http, body, messages, None, "response", warnings)
-
-    async def tags(self) -> Response:
-        """The served names in Ollama's format."""
-        engine = self._context.engine
-        family = getattr(engine.config, "model_type", "deepseek4")  # V4's config has no other
-        details = {
-            "format": "safetensors",
-            "family": family,
-            "families": [family],
-            "parameter_size": "",
-            "quantization_level": str(engine.settings["dtype"]),
-        }
-        models = [
-            {
-                "name": name,
-                "model": name,
-                "modified_at": _timestamp(),
-                "size": 0,
-                "digest": "",
-                "details": details,
-            }
-            for name in self._context.model_names
-        ]
-        return json_response({"models": models})
-
-    async def version(self) -> Response:
-        """The version of this server."""
-        return json_response({"version": __version__})
 
     async def _run(
         self,
@@ -246,7 +217,7 @@ class OllamaFormatter(StreamFormatter):
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _line(self, part: Json) -> Json:
-        return {"model": self._model, "created_at": _timestamp(), **part}
+        return {"model": self._model, "created_at": timestamp(datetime.datetime.now(datetime.UTC)), **part}
 
     def _end(self, request: Request) -> Json:
         """The fields of the last line: why it ended, token counts, and durations in nanoseconds."""
@@ -304,10 +275,6 @@ def _response_format(value: str | dict[str, Any] | None) -> ResponseFormat | Non
     if isinstance(value, dict):
         return schema_format(value)
     return ResponseFormat.model_validate({"type": "json_object"})
-
-
-def _timestamp() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def _encode(line: Json) -> bytes:

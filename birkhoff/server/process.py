@@ -22,13 +22,14 @@ from birkhoff.api.engine import Engine
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.consumer_registry import build_consumer
 from birkhoff.errors import OptionError
+from birkhoff.sae.files import check_named
 from birkhoff.sae.sae_manifest import module_kind
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app
 from birkhoff.server.async_engine import AsyncEngine
 from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.sae_routes import attach_saes
+from birkhoff.server.sae_routes import attach_saes, check_saes
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.steering.modules import load_module
 
@@ -110,10 +111,11 @@ def serve(
 
 def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
     """Load the engine and apply this server's capture limits and consumers, steering modules and SAEs."""
+    check_saes(settings)  # a wrong option is refused before the model is read
     modules = dict(_read_module(text) for text in settings.steering_modules)
     consumers: list[tuple[str, Consumer]] = []
     try:
-        for text in settings.capture_consumers:  # a wrong option is refused before the model is read
+        for text in settings.capture_consumers:
             consumers.append(build_consumer(text))
         engine = load()
         while consumers:
@@ -139,7 +141,10 @@ def _read_module(text: str) -> tuple[str, Any]:
     name, equals, path = text.partition("=")
     if not equals or Path(text).exists():
         name, path = Path(text).stem, text
-    return name, Path(path) if Path(path).is_dir() else load_module(path)
+    if not Path(path).is_dir():
+        return name, load_module(path)
+    check_named(path)
+    return name, Path(path)
 
 
 def _check_certificate(settings: ServerSettings) -> None:

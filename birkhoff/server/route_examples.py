@@ -36,6 +36,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "stream": False,
         "options": {"num_predict": 20},
     },
+    "/api/show": {"model": "nano"},
     "/completion": {"prompt": "Once upon a time", "n_predict": 20, "temperature": 0.7},
     "/tokenize": {"prompt": "Once upon a time", "return_token_strs": True},
     "/detokenize": {"tokens": [300, 301, 302]},

@@ -20,6 +20,7 @@ from birkhoff.embedded import dictionary_path, shipped_dictionary
 from birkhoff.errors import SaeError, quoted
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_probe import Feature
+from birkhoff.sae.files import check_named
 from birkhoff.sae.sae_fields import parse_global_specs
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import EmptyBody, StrictBody, read_query
@@ -35,9 +36,19 @@ MAX_FOUND, MAX_QUERY = 200, 200
 def sae_paths(settings: ServerSettings, model: str) -> dict[str, Path]:
     """Paths of the SAEs to attach at start, by name: the one shipped with the model and those of the settings."""
     shipped = shipped_dictionary(model)
-    pairs = (text.partition("=") for text in (*settings.sae, *settings.sae_full))
-    configured = {name: dictionary_path(path) for name, _, path in pairs}
+    configured = _configured_paths(settings)
     return configured if shipped is None else {model: shipped, **configured}
+
+
+def check_saes(settings: ServerSettings) -> None:
+    """Refuse SAEs of the settings whose files are not there; none is read."""
+    for path in _configured_paths(settings).values():
+        check_named(path)
+
+
+def _configured_paths(settings: ServerSettings) -> dict[str, Path]:
+    pairs = (text.partition("=") for text in (*settings.sae, *settings.sae_full))
+    return {name: dictionary_path(path) for name, _, path in pairs}
 
 
 def attach_saes(settings: ServerSettings, engine: Engine) -> None:

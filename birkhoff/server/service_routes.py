@@ -101,7 +101,7 @@ class ServiceRoutes:
                 "hidden_size": config.hidden_size,
                 "streams": engine.num_streams,
                 "vocab_size": config.vocab_size,
-                **_experts(engine.schema),
+                **expert_counts(engine.schema),
                 "compress_ratios": list(getattr(config, "compress_ratios", ())),
                 "settings": engine.settings,
                 "hooks": {
@@ -173,7 +173,7 @@ class ServiceRoutes:
         return json_response({"id": request_id[:128], "cancelled": cancelled})
 
 
-def _experts(schema: Mapping[str, HookSchema]) -> dict[str, int | None]:
+def expert_counts(schema: Mapping[str, HookSchema]) -> dict[str, int | None]:
     """Routed experts of the model; None where it has none."""
     logits, chosen = schema.get("moe_router_logits"), schema.get("moe_topk")
     return {

@@ -67,6 +67,7 @@ class Inspection:
     model: V4Config | None = field(default=None, repr=False)
     expert_bytes: int = 0  # routed experts of trunk and MTP, as stored
     expert_parameters: int = 0
+    paths: tuple[Path, ...] = field(default=(), repr=False)  # of the weight files
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -97,7 +98,7 @@ class Inspection:
         }
 
     def to_json(self) -> str:
-        rows = {name: value for name, value in asdict(self).items() if name != "model"}
+        rows = {name: value for name, value in asdict(self).items() if name not in ("model", "paths")}
         return json.dumps({**rows, "weight_bytes": self.weight_bytes}, ensure_ascii=False)
 
 
@@ -191,6 +192,7 @@ def _describe(
         path=str(path),
         dialect=dialect,
         files=len(files),
+        paths=tuple(files),
         tensors=len(tensors),
         file_bytes=sum(sizes.values()),
         bytes_by_class={kind: size for kind, size in sizes.items() if size},

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from birkhoff.cli.synth import synth
 from birkhoff.weights import open_checkpoint
+from tests.capture.test_faults import small_disk  # noqa: F401 (a fixture)
+from tests.cli.conftest import birkhoff
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,13 @@ def test_the_directory_on_stdout_and_status_on_stderr(app, tmp_path):
     assert result.exit_code == 0 and result.stdout == f"{out}\n"
     assert "tiny, 3 layers, seed 4" in result.stderr
     assert open_checkpoint(out).config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("where", ["c", "new/c", "."])
+def test_a_disk_that_is_too_small_is_known_before_anything_is_written(small_disk, where):  # noqa: F811
+    done = birkhoff("synth", str(small_disk / where))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(b"convert  "), done.stderr
+    assert b"MiB more on disk, and " in done.stderr and not list(small_disk.iterdir())
 
 
 def test_a_dry_run_counts_and_writes_nothing(app, tmp_path):

@@ -72,6 +72,16 @@ def test_e5_a_capture_root_that_cannot_be_written_is_told_before_the_model_is_re
     assert done.returncode == 1 and done.stderr.startswith(b"capture-write  "), done.stderr
 
 
+@pytest.mark.parametrize("option", ["--sae", "--sae-full", "--steering-modules"])
+def test_e5_an_sae_without_files_is_told_before_the_model_is_read(tmp_path, option):
+    (tmp_path / "empty").mkdir()
+    model = ("--model", str(cut_short(tmp_path)))
+    for name in ("empty",) if option == "--steering-modules" else ("empty", "nowhere"):
+        done = birkhoff("serve", "--port", "0", *model, option, f"x={tmp_path / name}")
+        assert done.returncode == 1 and done.stderr.startswith(b"sae-file  "), done.stderr
+        assert name.encode() in done.stderr and no_trace_of_python(done.stderr)
+
+
 @pytest.mark.parametrize("broken", [cut_short, missing])
 def test_e5_an_incomplete_checkpoint(tmp_path, broken):
     done = birkhoff("serve", "--port", "0", "--model", str(broken(tmp_path)))

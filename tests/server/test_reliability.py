@@ -125,6 +125,22 @@ def test_a_disk_that_is_full_or_read_only_fails_captures_and_not_answers(small_d
         assert read_request(small_disk / "captures/k/before")
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_pages_that_the_disk_does_not_take_are_told_once(full, tmp_path, request):
+    if full:
+        root = request.getfixturevalue("small_disk")
+    else:
+        (tmp_path / "file").touch()
+        root = tmp_path / "file" / "pages"
+    with serving(tmp_path / "served", "--context-root", str(root)) as served:
+        for index in range(6):
+            text = f"{index} " + "There was a fox who lived in a wood. " * 60
+            assert served.chat(text)["choices"]
+    lines = [line for line in served.log.read_text().splitlines() if "cache pages" in line]
+    assert len(lines) == 1 and f"written to {root} (" in lines[0] and "context_root" in lines[0], lines
+    assert not full or "No space left" in lines[0]
+
+
 def _recovers(served) -> bool:
     """Whether a capture succeeds again within some minutes."""
     until = time.monotonic() + 300

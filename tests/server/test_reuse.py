@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.server.conftest import serving, user
 
 BOOK = "Once upon a time there was a small boat that wanted to see the other side of the lake. " * 12
@@ -35,12 +37,21 @@ def test_usage_counts_what_was_cached_in_every_api(served):
     cached = (length - 1) // 128 * 128
     assert cached >= 128
 
-    before = served.metric("birkhoff_cached_tokens_total")
+    names = [f"birkhoff_{name}_total" for name in ("prompt_tokens", "cached_tokens", "shared_pages")]
+    before = [served.metric(name) for name in names]
     usage = served.post("/v1/completions", {**ask, "prompt": ["Hi", book, book], "n": 2}).json()["usage"]
     short = usage["prompt_tokens"] - 2 * length
     assert 0 < short < 8 and usage["prompt_tokens_details"]["cached_tokens"] == 2 * cached
     assert usage["completion_tokens"] == 12 and usage["total_tokens"] == short + 2 * length + 12
-    assert served.metric("birkhoff_cached_tokens_total") == before + 4 * cached  # two choices for each prompt
+    counted = [served.metric(name) - old for name, old in zip(names, before)]
+    assert counted == [short + 2 * length, 2 * cached, 2 * cached // 128]  # a prompt once, as in usage
+    line = json.loads([line for line in served.log.read_text().splitlines() if "/v1/completions" in line][-1])
+    assert (line["prompt_tokens"], line["output_tokens"]) == (usage["prompt_tokens"], 12)
+
+    before = served.metric(names[0])
+    steered = {**ask, "n": 2, "baseline": True, "interventions": [{"op": "add", "vector": "@spooky"}]}
+    usage = served.post("/v1/completions", steered).json()["usage"]
+    assert served.metric(names[0]) - before == usage["prompt_tokens"] == length  # nor with unsteered twins
 
     answer = served.post("/completion", {"prompt": book, "n_predict": 2}).json()
     assert (answer["tokens_evaluated"], answer["tokens_cached"]) == (length, cached)

@@ -55,9 +55,10 @@ test: check
 	@$(BIN)/python -m compileall -q -j 0 birkhoff
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
+# At full size a few tests take minutes, and several times as long on a busy machine.
 test-all: check
 	@$(BIN)/python -m compileall -q -j 0 birkhoff
-	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --timeout 3600
 
 # `make test` skips the page tests when Chromium is missing; this target fails instead.
 test-page: $(TESTS)

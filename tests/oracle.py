@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from birkhoff.config import V4Config
@@ -47,6 +48,24 @@ _RENAME = (
 )
 
 
+class InDouble(TorchFunctionMode):
+    """Everything that asks for float32 gets float64, also inside of a model: a model of float64 that is built and run
+    in this mode rounds nothing to float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wider(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        kwargs = {name: wider(value) for name, value in (kwargs or {}).items()}
+        return func(*map(wider, args), **kwargs)
+
+
+def arithmetic(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """The mode to build and run a model of this dtype in."""
+    return InDouble() if dtype == torch.float64 else nullcontext()
+
+
 def oracle_name(name: str) -> str:
     for pattern, replacement in _RENAME:
         name = re.sub(pattern, replacement, name)
@@ -72,7 +91,8 @@ def oracle_config(config: V4Config) -> DeepseekV4Config:
 
 
 def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
-    """The reference model with the same weights (trunk only; it has no MTP block)."""
+    """The reference model with the same weights (trunk only; it has no MTP block), in float32; in float64 if it is
+    built in `InDouble`."""
     theirs = DeepseekV4ForCausalLM(oracle_config(ours.config)).float().eval()
     given: dict[str, torch.Tensor] = {}
     stacks: dict[str, list] = {}
@@ -194,6 +214,11 @@ class Agreement:
     margin: float = math.inf
 
 
+def oracle_logits(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), arithmetic(theirs.lm_head.weight.dtype):
+        return theirs(tokens.unsqueeze(0), use_cache=False).logits[0]
+
+
 def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> Agreement:
     """Largest logit difference over the positions before the first selection that differs, usually all of them.
 
@@ -201,7 +226,9 @@ def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Te
     position legitimately differs. The caller compares `margin` with the resolution of float32.
     """
     with torch.no_grad(), our_choices(ours) as (picked, tap), oracle_choices(theirs) as expected:
-        mine, other = ours(tokens, tap), theirs(tokens.unsqueeze(0), use_cache=False).logits[0]
+        with arithmetic(ours.numerics.dtype):
+            mine = ours(tokens, tap)
+        other = oracle_logits(theirs, tokens)
     first = Agreement(0.0, len(tokens))
     for key, choice in expected.items():
         if key not in picked:  # no entry exists yet

@@ -12,8 +12,8 @@
     head            one head of one layer taken out, for every row
     key mask        two tokens without attention in one layer, for every row
     sink            half of the sink in one layer, for every row
-    blocks          a block forbidden in one layer with an indexer, for every row
-    entries         a compressed entry removed in one layer, for every row
+    blocks          a block forbidden in one layer with an indexer, for every row; not if no layer has one
+    entries         a compressed entry removed in one layer, for every row; not if no layer has entries
     all masks       two tokens without attention in all layers, for every row
     reconstruction  rows replaced by the reconstruction of a dictionary, compared with its two matrix products
 
@@ -39,6 +39,7 @@ from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import BatchTap, StepStaging, arm
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import schema_of
+from birkhoff.hooks.sites import ENTRY_TOKENS, INDEX_BLOCKS
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.sae.encode import DeviceSae
@@ -69,8 +70,8 @@ class TapPlans:
         self.schema = schema_of(c, dtype_name(model.numerics.dtype))
         self.layers = c.num_hidden_layers
         self.middle = c.num_hidden_layers // 2
-        ratios = c.compress_ratios[: self.layers]
-        self.indexed = next((layer for layer, ratio in enumerate(ratios) if ratio == 4), 0)
+        self.indexed = self._first_with(INDEX_BLOCKS.name)
+        self.compressed = self._first_with(ENTRY_TOKENS.name) if self.indexed is None else self.indexed
         self.batch = batch
         self.tables = Tables(device)
         self.steering = SteeringResolver(self.schema, self.layers, tables=self.tables)
@@ -80,6 +81,14 @@ class TapPlans:
         sae = random_dictionary(features, c.hidden_size, OUT, self.middle)
         self.saes.attach("some", sae, "delta", list(range(SET)))
         self.device_sae = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].weights
+
+    def _first_with(self, hook: str) -> int | None:
+        layers = self.schema[hook].layers if hook in self.schema else ()
+        return next(iter(range(self.layers) if layers is None else layers), None)
+
+    def lacks(self, name: str) -> bool:
+        """Whether the model has no layer for plans of this name."""
+        return {"blocks": self.indexed, "entries": self.compressed}.get(name, 0) is None
 
     def plans(self, name: str, max_tokens: int) -> list[Plan] | None:
         """One plan per row, or None for steps without taps."""
@@ -106,7 +115,7 @@ class TapPlans:
             "blocks": lambda n: self._adds(
                 [AttentionEdit([self.indexed], blocks={"force": [n], "forbid": [n + 1]})], max_tokens
             ),
-            "entries": lambda n: self._adds([AttentionEdit([self.indexed], entries=[n])], max_tokens),
+            "entries": lambda n: self._adds([AttentionEdit([self.compressed], entries=[n])], max_tokens),
             "all masks": lambda n: self._adds([AttentionEdit("all", mask=[n, n + 1])], max_tokens),
             "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], max_tokens),
         }
@@ -186,12 +195,14 @@ def cost_rows(
     warm: int = 4,
     names: Sequence[str] = NAMES,
 ) -> Iterator[Row]:
-    """One row per kind of plan, alternating with steps without taps."""
+    """One row per kind of plan that the model has layers for, alternating with steps without taps."""
     tap_plans = TapPlans(graphs.decoder.model, batch, features)
     untapped = TappedSteps(graphs, None, batch)
     for step in range(warm):
         untapped.step(start + step)
     for name in names:
+        if tap_plans.lacks(name):
+            continue
         plans = tap_plans.plans(name, start + 2 * steps + warm)
         tapped = TappedSteps(graphs, plans, batch)
         for step in range(warm):  # launched eagerly, then captured

@@ -67,6 +67,7 @@ class DictionaryKind(ABC):
 
     name: ClassVar[str]
     has_sparsity: ClassVar[bool] = False  # whether `sparsity` weighs a penalty
+    dead_bias: ClassVar[bool] = True  # whether `dead_values` depend on the encoder bias
     parameters: ClassVar[tuple[str, ...]] = ()  # one number per feature, besides the biases
 
     def __init__(self, options: TrainOptions):
@@ -90,6 +91,11 @@ class DictionaryKind(ABC):
         bias, and of the parameters, by name."""
         kept = torch.where(batch.code.values > 0, batch.by_value, 0.0)
         return {"encoder": kept, "encoder_bias": kept}
+
+    def dead_values(self, z: torch.Tensor, weights: Tensors, dead: torch.Tensor) -> torch.Tensor:
+        """What the auxiliary loss multiplies the decoder rows of dead features by, [n, dead], where it is positive;
+        z [n, F] are all pre-activations. It is z, or z without the encoder bias if `dead_bias` is false."""
+        return z[:, dead]
 
     def adjust(self, l0: float, scalars: Scalars) -> None:  # noqa: B027  most kinds have nothing to adjust
         """Called after every batch with the number of features per row."""
@@ -176,10 +182,16 @@ class TrainJumpRelu(DictionaryKind):
 class TrainGated(DictionaryKind):
     """f = max(exp(log_scale) (z - c) + magnitude_bias, 0) where z > 0; c is the encoder bias, so that z - c is the part
     that depends on the row. The gate is trained by the L1 penalty of max(z, 0) and by its own reconstruction of the
-    row from max(z, 0), which does not train the decoder."""
+    row from max(z, 0), which does not train the decoder.
+
+    No row opens the gate of a dead feature: z <= 0, and the auxiliary loss of max(z, 0) would have no gradient. So it
+    reads z without the bias, and the encoder row grows along what the others leave over until its gate opens there.
+    Otherwise a direction that was lost once would never be learnt again; and where all rows have as many active
+    directions, the decoder bias and all other features turn to make up for it."""
 
     name = "gated"
     has_sparsity = True
+    dead_bias = False
     parameters = ("log_scale", "magnitude_bias")
     gain: ClassVar[float] = 0.02  # how fast the weight of the penalty follows the number of features kept
 
@@ -209,6 +221,9 @@ class TrainGated(DictionaryKind):
             "log_scale": by_magnitude * inner,
             "magnitude_bias": by_magnitude,
         }
+
+    def dead_values(self, z: torch.Tensor, weights: Tensors, dead: torch.Tensor) -> torch.Tensor:
+        return z[:, dead] - weights["encoder_bias"][dead].to(z.dtype)
 
     def adjust(self, l0: float, scalars: Scalars) -> None:
         scalars["penalty"] *= 1 + self.gain * min(l0 / self.options.k - 1, 1.0)

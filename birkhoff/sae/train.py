@@ -347,7 +347,7 @@ class Trainer:
         reconstruction by the strongest dead features of each row."""
         width = left.shape[1]
         count = min(len(dead), max(1, width // 2), AUX_FEATURES)
-        some, where = z[:, dead].topk(count, dim=1)
+        some, where = self.architecture.dead_values(z, self.weights, dead).topk(count, dim=1)
         values = z.new_zeros(len(x), len(dead)).scatter_(1, where, some.clamp(min=0))
         decoder = self._table("decoder")[dead]
         weight = self.options.aux_weight * width * share / left.pow(2).sum().clamp(min=_TINY)
@@ -357,9 +357,10 @@ class Trainer:
         added = {
             "decoder": (values.T @ slope).float(),
             "encoder": (by_value.T @ x.to(self._dtype)).float(),
-            "encoder_bias": by_value.sum(0, dtype=torch.float32),
             "features": dead,
         }
+        if self.architecture.dead_bias:
+            added["encoder_bias"] = by_value.sum(0, dtype=torch.float32)
         for name, tensor in added.items():
             known = batch.extra.get(name)
             batch.extra[name] = tensor if known is None or name == "features" else known + tensor

@@ -198,6 +198,7 @@ def random_capture(rng):
     return Capture(dict.fromkeys(hooks, layers), positions=positions)
 
 
+@pytest.mark.timeout(scaled(4 * 3600, 600))  # at full size 200 examples of 8 to 20 seconds
 @settings(max_examples=scaled(200, 4), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, seed):

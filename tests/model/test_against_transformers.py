@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from birkhoff.config import RopeScaling, V4Config
 from birkhoff.model.rope import Rope
 from tests.models import TINY, random_model, random_tokens, variant, weights_of
-from tests.oracle import agreement, build_oracle, our_choices
+from tests.oracle import InDouble, agreement, build_oracle, oracle_logits, our_choices
 from tests.sizes import scaled
 
 TOLERANCE = 1e-4
+EXACT = 1e-10  # in float64
 NEAR_TIE = 1e-5  # two scores closer than this may be ranked either way in float32
 
 FLASH = (0, 0) + (4, 128) * 2 + (4,)  # the released patterns with fewer repeats
@@ -224,7 +225,20 @@ def configurations(draw) -> V4Config:
 @settings(max_examples=scaled(300, 25))
 @given(config=configurations(), length=st.integers(1, 300), seed=st.integers(0, 1000))
 def test_any_configuration_equals_the_oracle(config, length, seed):
+    """Both are run in float64, where they have to be equal but for its rounding. Some random models amplify the
+    rounding of float32 more than others, so that the oracle itself is more than the tolerance away from the exact
+    logits: there ours may be twice as far away as its."""
+    tokens = random_tokens(config, length, seed)
+    with InDouble():
+        exact = build_oracle(random_model(config, seed, torch.float64))
+        result = agreement(random_model(config, seed, torch.float64), exact, tokens)
+    assert result.error <= EXACT, result
+    assert result.compared == length or result.margin < EXACT, result
+
     ours = random_model(config, seed)
-    result = agreement(ours, build_oracle(ours), random_tokens(config, length, seed))
-    assert result.error <= TOLERANCE, result
+    result = agreement(ours, exact, tokens)
+    noise = (oracle_logits(build_oracle(ours), tokens) - oracle_logits(exact, tokens)).abs()
+    assert result.error <= max(
+        TOLERANCE, 2 * (noise[: result.compared].max().item() if result.compared else 0.0)
+    ), result
     assert result.compared == length or result.margin < NEAR_TIE, result

@@ -45,7 +45,7 @@ def reference_losses(trainer: Trainer, rows: torch.Tensor) -> torch.Tensor:
     x = (rows - trainer.input.centre) * trainer.input.scale
     z = x @ w["encoder"].T + w["encoder_bias"]
     k, d, count = options.k, x.shape[1], len(x)
-    loss = torch.zeros(())
+    loss, read = torch.zeros(()), z
     if options.kind == "topk":
         f = torch.where((z >= z.topk(k, 1).values[:, -1:]) & (z > 0), z, 0.0)
     elif options.kind in ("batchtopk", "matryoshka"):
@@ -56,7 +56,7 @@ def reference_losses(trainer: Trainer, rows: torch.Tensor) -> torch.Tensor:
         f = torch.where(z > threshold, z, 0.0) + (on - on.detach()) * threshold.detach()
         loss = loss + options.sparsity_weight * d * (on.sum() / count / k - 1) ** 2
     else:
-        inner = z - w["encoder_bias"]
+        inner = read = x @ w["encoder"].T  # a dead feature has a shut gate, and is read without it
         f = torch.where(z > 0, (inner * w["log_scale"].exp() + w["magnitude_bias"]).clamp(min=0), 0.0)
         gate = z.clamp(min=0)
         loss = loss + 2 * options.sparsity_weight * trainer.scalars["penalty"] * gate.sum() / count
@@ -67,9 +67,9 @@ def reference_losses(trainer: Trainer, rows: torch.Tensor) -> torch.Tensor:
         residual = x - f[:, :prefix] @ w["decoder"][:prefix] - w["decoder_bias"]
         loss = loss + residual.pow(2).sum() / count / len(prefixes)
     if dead.any():
-        ranked = z.masked_fill(~dead, float("-inf"))
+        ranked = read.masked_fill(~dead, float("-inf"))
         least = ranked.topk(min(int(dead.sum()), d // 2), 1).values[:, -1:]
-        strongest = torch.where((ranked >= least) & dead & (z > 0), z, 0.0)
+        strongest = torch.where((ranked >= least) & dead & (read > 0), read, 0.0)
         target = residual.detach()
         error = (target - strongest @ w["decoder"]).pow(2).sum() / target.pow(2).sum()
         loss = loss + options.aux_weight * d * error
@@ -180,6 +180,30 @@ def test_planted_directions_are_recovered(directions, kind):
     assert sae.activation.name == EXPORTED[kind]
     assert abs(result.l0 - 2) < 0.3
     assert (sae.x_max >= sae.encode(held_out[0]).amax(0) - 1e-4).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_direction_is_learnt_again(directions, kind):
+    """Dead features are trained although no row chooses them; in a gated dictionary, although no gate opens."""
+    options = TrainOptions(32, k=2, kind=kind, steps=1200, rate=5e-3, dead_after=5_000)
+    trainer = Trainer(options, planted(4096, directions, 0))
+    for step in range(1200):
+        trainer.step(planted(256, directions, 10 + step))
+        if step == 400:
+            lose(trainer, directions[5])
+            assert (directions[5] @ trainer.weights["decoder"].T).max() < 0.9
+    assert (directions @ trainer.weights["decoder"].T).amax(1)[5] > 0.9
+
+
+def lose(trainer: Trainer, direction: torch.Tensor) -> None:
+    """Turn all features near a direction away from it, so that no row chooses them."""
+    weights = trainer.weights
+    near = (weights["decoder"] @ direction > 0.5).nonzero().squeeze(1)
+    assert len(near)
+    for name in ("encoder", "decoder"):
+        weights[name][near] *= -1
+    weights["encoder_bias"][near] -= 1.0
+    trainer._round()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import torch
 
@@ -82,6 +82,7 @@ class Attribution:
     tokens: list[str] | None = field(default=None, repr=False)
     num_layers: int = field(default=0, repr=False)
     streams: bool = field(default=True, repr=False)  # whether the model has several residual streams
+    num_tokens: int = field(default=0, repr=False)  # of the text; a mean over texts has no token ids
 
     def __len__(self) -> int:
         return sum(len(site.scores) for site in self.sites)
@@ -103,7 +104,7 @@ class Attribution:
         address = address_of(named, self.num_layers, self.streams)
         for site in self.sites:
             if site.key == address:
-                dense = torch.zeros(len(self.token_ids), *site.sizes)
+                dense = torch.zeros(self.num_tokens, *site.sizes)
                 dense[tuple(site.index.T)] = site.scores
                 return dense
         hooks = ", ".join(f"{hook}[{layer}]" for hook, layer in (site.key for site in self.sites))
@@ -162,6 +163,59 @@ class Attribution:
             "num_nodes": len(self),
             "nodes": [node.to_json() for node in nodes],
         }
+
+
+class AttributionBatch(Sequence[Attribution]):
+    """The attributions of several texts of one length, from one call.
+
+    `batch[0]` is the `Attribution` of the first text, `batch[hook, layer]` `[texts, T, ...]` are the scores of all of
+    them, and `batch.mean` is an `Attribution` of the mean scores."""
+
+    def __init__(self, results: Sequence[Attribution]):
+        self._results = list(results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @overload
+    def __getitem__(self, key: int) -> Attribution: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Attribution]: ...
+    @overload
+    def __getitem__(self, key: Key | str) -> torch.Tensor: ...
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (int, slice)) and not isinstance(key, bool):
+            return self._results[key]
+        return torch.stack([each[key] for each in self._results])
+
+    @property
+    def mean(self) -> Attribution:
+        """The means over the texts; an expert or a feature that is not active in a text counts as 0 there. Token ids
+        and tokens are those that all texts have, or none."""
+        first, count = self._results[0], len(self)
+        baselines = [each.baseline_value for each in self._results if each.baseline_value is not None]
+        same = all(each.token_ids == first.token_ids for each in self._results)
+        names = dict.fromkeys(each.metric for each in self._results)
+        return replace(
+            first,
+            metric=first.metric if len(names) == 1 else f"mean of {len(names)} metrics",
+            value=sum(each.value for each in self._results) / count,
+            baseline_value=sum(baselines) / count if len(baselines) == count else None,
+            token_ids=first.token_ids if same else [],
+            tokens=first.tokens if same else None,
+            sites=[_mean_scores(sites) for sites in zip(*(each.sites for each in self._results))],
+        )
+
+    def __repr__(self) -> str:
+        return f"AttributionBatch({len(self)} texts; mean {self.mean!r})"
+
+
+def _mean_scores(sites: Sequence[SiteScores]) -> SiteScores:
+    """The mean scores of one site of several texts, over all nodes that any of them has."""
+    index, line = torch.cat([site.index for site in sites]).unique(dim=0, return_inverse=True)
+    scores = torch.cat([site.scores for site in sites]).double()
+    total = torch.zeros(len(index), dtype=torch.float64).index_add(0, line, scores)
+    return replace(sites[0], index=index, scores=(total / len(sites)).float())
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 
@@ -12,6 +12,7 @@ from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.site_names import address_of, from_tool
 from birkhoff.option_checks import check_int
+from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,14 @@ class Agreement:
 
 
 @dataclass(frozen=True, eq=False)
-class Attribution:
+class Attribution(SavedResult):
     """Scores of nodes for one metric on one text.
 
     A score estimates (method "exact": is) how much the metric falls when the node alone is moved to its baseline:
     positive nodes support the metric. `value` is the metric of the text, `baseline_value` that of the baseline text,
     if there is one."""
 
+    kind: ClassVar[str] = "attribution"
     metric: str
     method: str
     value: float
@@ -150,6 +152,31 @@ class Attribution:
         top = [set(scores.abs().topk(min(k, len(scores))).indices.tolist()) for scores in (mine, theirs)]
         return Agreement(spearman(mine, theirs), len(top[0] & top[1]), min(k, len(mine)), len(mine))
 
+    def file_parts(self) -> FileParts:
+        """Tensors named `SITE/index` and `SITE/scores`, with SITE a number: several kinds of nodes may be at one hook
+        and layer. Facts: everything else."""
+        tensors, sites = {}, []
+        for number, site in enumerate(self.sites):
+            tensors[f"{number}/index"], tensors[f"{number}/scores"] = site.index, site.scores
+            sites.append({"key": list(site.key), "axes": list(site.axes), "sizes": list(site.sizes)})
+        names = ("metric", "method", "value", "baseline_value", "token_ids", "tokens")
+        facts = {name: getattr(self, name) for name in (*names, "num_layers", "streams", "num_tokens")}
+        return FileParts(tensors, {**facts, "sites": sites})
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> Attribution:
+        sites = [
+            SiteScores(
+                (site["key"][0], int(site["key"][1])),
+                tuple(site["axes"]),
+                tuple(site["sizes"]),
+                parts.tensors[f"{number}/index"],
+                parts.tensors[f"{number}/scores"],
+            )
+            for number, site in enumerate(parts.facts["sites"])
+        ]
+        return cls(**{**parts.facts, "sites": sites})
+
     def to_json(self, k: int | None = None) -> dict[str, Any]:
         """JSON with the `k` largest nodes, or with all of them."""
         nodes = self.top(k) if k is not None else list(self)
@@ -165,14 +192,23 @@ class Attribution:
         }
 
 
-class AttributionBatch(Sequence[Attribution]):
+class AttributionBatch(Sequence[Attribution], SavedResult):
     """The attributions of several texts of one length, from one call.
 
     `batch[0]` is the `Attribution` of the first text, `batch[hook, layer]` `[texts, T, ...]` are the scores of all of
     them, and `batch.mean` is an `Attribution` of the mean scores."""
 
+    kind = "attribution batch"
+
     def __init__(self, results: Sequence[Attribution]):
         self._results = list(results)
+
+    def file_parts(self) -> FileParts:
+        return join_parts(self._results)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> AttributionBatch:
+        return cls([Attribution.from_file_parts(each) for each in split_parts(parts)])
 
     def __len__(self) -> int:
         return len(self._results)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 
@@ -22,6 +22,7 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
 from birkhoff.option_checks import as_int
+from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 from birkhoff.steering.position_rows import align_tokens
 from birkhoff.steering.resolver import per_prompt_edits
 from birkhoff.steering.vector_edits import Patch
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSweep:
+class PatchSweep(SavedResult):
     """The metric of every patched run. `values` has one axis for each of `axes`, whose `labels` name the entries.
 
     `clean` and `corrupt` are the metric of the two texts unpatched, `tokens` the corrupted text, `passes` the number of
     forward passes that the cells took."""
 
+    kind: ClassVar[str] = "patch sweep"
     values: torch.Tensor
     axes: tuple[str, ...]
     labels: Mapping[str, Sequence[Any]]
@@ -90,6 +92,23 @@ class PatchSweep:
         ]
         return table, rows, columns
 
+    def file_parts(self) -> FileParts:
+        """The values; facts: everything else, the labels in the order of the axes."""
+        facts = {
+            "axes": list(self.axes),
+            "labels": {axis: list(self.labels[axis]) for axis in self.axes},
+            "clean": self.clean,
+            "corrupt": self.corrupt,
+            "tokens": None if self.tokens is None else list(self.tokens),
+            "passes": self.passes,
+        }
+        return FileParts({"values": self.values}, facts)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> PatchSweep:
+        facts = {**parts.facts, "axes": tuple(parts.facts["axes"])}
+        return cls(values=parts.tensors["values"], **facts)
+
     def _repr_html_(self) -> str:
         values, rows, columns = self.grid()
         moved = [[value - self.corrupt for value in row] for row in values]
@@ -124,7 +143,7 @@ def patch(
     return trace(engine, [ids], hooks, [[edit, *_as_list(steer)]])[0]
 
 
-class PatchSweepBatch(Sequence[PatchSweep]):
+class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
     """The sweeps of several pairs of texts, from one call, all with the same axes.
 
     `batch[0]` is the `PatchSweep` of the first pair, `batch.values` `[pairs, ...]` are those of all of them, and
@@ -132,9 +151,20 @@ class PatchSweepBatch(Sequence[PatchSweep]):
     `batch.mean.recovered` compares means and is not the mean of ratios. `passes` is the number of forward passes that
     the cells of all pairs took."""
 
+    kind = "patch sweep batch"
+
     def __init__(self, sweeps: Sequence[PatchSweep], passes: int):
         self._sweeps = list(sweeps)
         self.passes = passes
+
+    def file_parts(self) -> FileParts:
+        parts = join_parts(self._sweeps)
+        return FileParts(parts.tensors, {"pairs": parts.facts, "passes": self.passes})
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> PatchSweepBatch:
+        pairs = split_parts(FileParts(parts.tensors, parts.facts["pairs"]))
+        return cls([PatchSweep.from_file_parts(each) for each in pairs], parts.facts["passes"])
 
     def __len__(self) -> int:
         return len(self._sweeps)

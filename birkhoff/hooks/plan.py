@@ -46,6 +46,14 @@ class SiteRows:
             self.ready()
             self.ready = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: waits for the rows, and stores fp8 as bytes, which PyTorch cannot unpickle."""
+        self.wait()
+        fp8 = self.tensor.is_floating_point() and self.tensor.dtype.itemsize == 1
+        stored = self.tensor.contiguous().view(torch.uint8) if fp8 else self.tensor
+        labels = self.positions, self.token_ids
+        return _unpickled, (self.hook, self.layer, stored, self.tensor.dtype, *labels, self.scale)
+
     def part(self, start: int, stop: int) -> SiteRows:
         """Rows start..stop, sharing memory."""
         rows = slice(start, stop)
@@ -74,6 +82,19 @@ class SiteRows:
 
     def __len__(self) -> int:
         return int(self.tensor.shape[0])
+
+
+def _unpickled(
+    hook: str,
+    layer: int,
+    stored: torch.Tensor,
+    dtype: torch.dtype,
+    positions: tuple[int, ...],
+    token_ids: tuple[int, ...],
+    scale: torch.Tensor | None,
+) -> SiteRows:
+    tensor = stored if stored.dtype is dtype else stored.view(dtype)
+    return SiteRows(hook, layer, tensor, positions, token_ids, scale)
 
 
 class Job(Protocol):

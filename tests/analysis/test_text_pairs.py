@@ -63,7 +63,9 @@ def test_metrics_edits_and_runs_of_each_pair(engine):
     by_ids = engine.patch_sweep(runs, CORRUPT, torch.tensor([[7, 9], [1, 2], [3, 4]]), "mlp_out", layers=[1])
     alone = engine.patch_sweep(CLEAN[1], CORRUPT[1], (1, 2), "mlp_out", layers=[1])
     torch.testing.assert_close(by_ids[1].values, alone.values, **CLOSE)
-    with pytest.raises(OptionError, match=r"metric has 2 entries for 3 texts\. Give one for all, or one each"):
+    with pytest.raises(
+        OptionError, match=r"metric has 2 entries for 3 texts\. Give one for all, or one each"
+    ):
         engine.patch_sweep(CLEAN, CORRUPT, metrics[:2], "mlp_out")
 
 

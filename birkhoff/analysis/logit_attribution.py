@@ -117,6 +117,12 @@ class LogitAttribution(SavedResult):
         """The k largest terms of a unit by absolute value."""
         return sorted(self.by(unit).items(), key=lambda term: -abs(term[1]))[:k]
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the sum of the terms."""
+        tensors, facts = self.file_parts()
+        lists = {name: tensor.tolist() for name, tensor in tensors.items()}
+        return {**facts, "heads": None, **lists, "total": self.total}
+
     def file_parts(self) -> FileParts:
         """The tensors by their names (`heads` if there are any); facts: everything else."""
         names = ("embedding", "attention", "experts", "rest", "heads")

@@ -236,6 +236,12 @@ class TraceBatch(Sequence[Trace], SavedResult):
         once = isinstance(key, str) and key in BY_NAME and BY_NAME[key].once
         return _pad(tensors, 1 if stacked and not once else 0)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a trace, or a (hook, layer) or name as in `batch[key]`, is here."""
+        if isinstance(key, (str, tuple)):
+            return bool(self._traces) and key in self._traces[0]
+        return any(key is trace for trace in self._traces)
+
     def _repr_html_(self) -> str:
         rows = [
             (index, len(trace.token_ids), "".join(trace.tokens or ()) or trace.token_ids)

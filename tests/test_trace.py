@@ -271,3 +271,14 @@ def test_long_lists_run_in_several_passes(engine, monkeypatch):
     assert list(forward.passes(texts)) == [[0, 1], [2], [3]]
     for one, other in zip(whole, engine.logits(texts)):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_in_takes_the_keys_of_the_brackets(engine, trace):
+    batch = engine.trace([IDS, IDS[:2]])
+    for key in (("mlp_out", 3), ("mlp_out", -1), "mlp_out", "blocks.1.hook_in", ("blocks.1.mlp.hook_out", 1),
+                "model.layers.1.mlp:output", ("mhc_streams_post_mlp", 0), ("final_hidden", 0)):  # fmt: skip
+        assert key in trace and key in batch
+        assert trace[key] is not None and batch[key] is not None
+    for key in (("mlp_out", LAYERS), ("mlp_out",), "mlp_oat", ("mlp_out", "3"), 3, None):
+        assert key not in trace and key not in batch
+    assert batch[0] in batch and trace not in batch

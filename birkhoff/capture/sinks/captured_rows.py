@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from birkhoff import notebook
 from birkhoff.capture.spec.requested import Requested
 from birkhoff.errors import BirkhoffError, SiteError, quoted
-from birkhoff.hooks.plan import SiteRows
+from birkhoff.hooks.plan import RowLabels, SiteRows
 from birkhoff.hooks.site_names import Address
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
@@ -34,7 +35,7 @@ class Acts(Mapping[Address, SiteRows], SavedResult):
         """`ragged`: the shape of a row of each captured ragged hook, of which there may be no rows."""
         self._requested = requested
         order = sorted(rows, key=lambda address: (address[1], BY_NAME[address[0]].id))
-        self._rows = {address: rows[address] for address in order}
+        self._rows = {address: _with_labels(rows[address]) for address in order}
         self._ragged = {hook: tuple(shape) for hook, shape in ragged.items()}
         self.missing = missing
 
@@ -42,7 +43,7 @@ class Acts(Mapping[Address, SiteRows], SavedResult):
         hook, layer = (key, None) if isinstance(key, str) else key
         address = self._requested.address(hook, layer)
         if address not in self._rows and address[0] in self._ragged:  # no token had a row
-            return SiteRows(*address, torch.empty(0, *self._ragged[address[0]]), (), ())
+            return SiteRows(*address, torch.empty(0, *self._ragged[address[0]]), RowLabels(), RowLabels())
         return self._rows[address]
 
     def __contains__(self, key: object) -> bool:
@@ -113,6 +114,11 @@ class Acts(Mapping[Address, SiteRows], SavedResult):
             f"{hook}[{layer}]: {tuple(r.tensor.shape)}" for (hook, layer), r in self._rows.items()
         )
         return f"Acts({rows})"
+
+
+def _with_labels(rows: SiteRows) -> SiteRows:
+    """The same rows, with labels that are safe as an index."""
+    return replace(rows, positions=RowLabels(rows.positions), token_ids=RowLabels(rows.token_ids))
 
 
 class NoActs(Mapping[Address, SiteRows]):

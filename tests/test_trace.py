@@ -282,3 +282,13 @@ def test_in_takes_the_keys_of_the_brackets(engine, trace):
     for key in (("mlp_out", LAYERS), ("mlp_out",), "mlp_oat", ("mlp_out", "3"), 3, None):
         assert key not in trace and key not in batch
     assert batch[0] in batch and trace not in batch
+
+
+def test_hooks_by_a_function(engine, trace):
+    some = engine.trace(IDS, lambda hook, layer: hook.startswith("mhc_") and layer > 2)
+    assert set(some) == {(hook, layer) for hook, layer in trace if hook.startswith("mhc_") and layer > 2}
+    assert all(torch.equal(some[key], trace[key]) for key in some)
+    assert not engine.trace(IDS, lambda hook, layer: False)
+    with engine.grad(lambda hook, layer: hook == "mlp_out") as g:
+        g.backward(engine.logits(IDS)[-1, 3])
+    assert g.acts.hooks == ["mlp_out"]

@@ -157,8 +157,8 @@ def edited_logits(
 def trace(
     engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any, point: Point = "before"
 ) -> list[Trace]:
-    """Run texts and return the logits and the tensors of `hooks` of each: "all", a name, a list of names, or layers by
-    name as in a `Capture`. `point` is that of `run_texts`."""
+    """Run texts and return the logits and the tensors of `hooks` of each, as `addresses` takes them. `point` is that of
+    `run_texts`."""
     recorded = addresses(engine, hooks)
     edits = resolve_edits(engine, texts, steer)
     traces: list[Trace] = []
@@ -213,8 +213,11 @@ def features(
 
 
 def addresses(engine: Engine, hooks: Any) -> set[Key]:
-    """The addresses that `hooks` selects: "all", a name, a list of names, or layers by name."""
+    """The addresses that `hooks` selects: "all", a name, a list of names, layers by name, or a function of the hook and
+    the layer that says whether a tensor is kept."""
     known, count = engine.schema, engine.config.num_hidden_layers
+    if callable(hooks):
+        return {address for address in addresses(engine, "all") if hooks(*address)}
     if isinstance(hooks, str) and hooks == "all":
         hooks = [name for name, row in known.items() if row.ragged is None]
     single = isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set, Mapping))

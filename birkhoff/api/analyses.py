@@ -62,7 +62,8 @@ class Analyses:
     ) -> Any:
         """One forward pass that keeps the activations of `hooks` at every position.
 
-        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`. A tensor
+        `hooks` is "all", a name, a list of names, layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`, or a
+        function of hook and layer that says whether a tensor is kept: `lambda hook, layer: layer > 3`. A tensor
         is the one that enters the edits of its site (`steer`), or with `capture_point="after"` the one that leaves
         them; in an `engine.grad()` block it is always the latter.
         Returns a `Trace`, or for a list of prompts a `TraceBatch`: `batch[i]` is the trace of one prompt, and

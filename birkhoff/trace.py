@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import torch
 
 from birkhoff import notebook
-from birkhoff.atomic_file import save_tensors
 from birkhoff.capture.sinks.captured_rows import spans
-from birkhoff.errors import DataError, SiteError, did_you_mean, quoted
+from birkhoff.errors import SiteError, did_you_mean, quoted
 from birkhoff.hooks.site_names import Address, address_of, counterpart, follow_alias, from_tool
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
-from birkhoff.small_file import check_regular
-
-_FORMAT = "birkhoff trace 1"
+from birkhoff.result_file import FileParts, SavedResult, join_parts, site_name, site_of, split_parts
 
 
 class TensorsBySite(Mapping[Address, torch.Tensor]):
@@ -103,7 +98,7 @@ class TensorsBySite(Mapping[Address, torch.Tensor]):
         )
 
 
-class Trace(TensorsBySite):
+class Trace(TensorsBySite, SavedResult):
     """The tensors of one text: a mapping from (hook, layer) to `[T, *row_shape]`.
 
         trace["mlp_out", 3]          [T, d]
@@ -116,6 +111,7 @@ class Trace(TensorsBySite):
     per model have the index of the last layer, and no layer axis when asked for by name. `token_ids` and `tokens` are
     the text; `tokens` is None for a model without a tokenizer."""
 
+    kind = "trace"
     _absent, _holder, _name = "was not traced", "This trace", "trace"
 
     def __init__(
@@ -141,43 +137,22 @@ class Trace(TensorsBySite):
         """All tensors as NumPy arrays by (hook, layer); bfloat16 becomes float32, which NumPy has."""
         return {key: _to_numpy(tensor) for key, tensor in self._tensors.items()}
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file: tensors named `hook.layer`, the logits, and the text in the metadata. The file is
-        complete under its name or absent. `Trace.load` reads it back."""
-        tensors = {f"{hook}.{layer}": tensor for (hook, layer), tensor in self._tensors.items()}
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        stored["logits"] = self.logits.detach().cpu().contiguous()
+    def file_parts(self) -> FileParts:
+        """Tensors named `hook.layer`, and the logits; facts: the text and the shape of the model."""
+        tensors = {site_name(*site): tensor for site, tensor in self._tensors.items()}
         facts = {
             "num_layers": self.num_layers,
             "streams": self.streams,
             "token_ids": self.token_ids,
             "tokens": self.tokens,
         }
-        save_tensors(path, stored, {"format": _FORMAT, "trace": json.dumps(facts)})
+        return FileParts({**tensors, "logits": self.logits}, facts)
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read a trace that `save` wrote."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            check_regular(path)
-            with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
-                    raise DataError(f"{path} is no trace: its format is {quoted(metadata.get('format'))}.")
-                facts = json.loads(metadata["trace"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            logits = tensors.pop("logits")
-            sites = {}
-            for name, tensor in tensors.items():
-                hook, _, layer = name.rpartition(".")
-                sites[hook, int(layer)] = tensor
-            return cls(logits, sites, **facts)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read as a trace: {error}. Write it with trace.save(path)."
-            ) from error
+    def from_file_parts(cls, parts: FileParts) -> Trace:
+        tensors = dict(parts.tensors)
+        logits = tensors.pop("logits")
+        return cls(logits, {site_of(name): tensor for name, tensor in tensors.items()}, **parts.facts)
 
     def _repr_html_(self) -> str:
         rows = []
@@ -202,7 +177,7 @@ class Trace(TensorsBySite):
         return lines
 
 
-class TraceBatch(Sequence[Trace]):
+class TraceBatch(Sequence[Trace], SavedResult):
     """The traces of several texts, from one call.
 
     Ragged: `batch[0]` is the `Trace` of the first text, without padding. Padded: `batch["mlp_out", 3]` is
@@ -210,6 +185,7 @@ class TraceBatch(Sequence[Trace]):
     `[texts, T, vocab]`; shorter texts have zeros on the right. `batch.mask` `[texts, T]` is True where there is a
     token, `batch.lengths` are the numbers of tokens."""
 
+    kind = "trace batch"
     padding = "right"
 
     def __init__(self, traces: Sequence[Trace]):
@@ -217,6 +193,13 @@ class TraceBatch(Sequence[Trace]):
 
     def __len__(self) -> int:
         return len(self._traces)
+
+    def file_parts(self) -> FileParts:
+        return join_parts(self._traces)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> TraceBatch:
+        return cls([Trace.from_file_parts(each) for each in split_parts(parts)])
 
     @property
     def lengths(self) -> list[int]:
@@ -252,6 +235,12 @@ class TraceBatch(Sequence[Trace]):
         )
         once = isinstance(key, str) and key in BY_NAME and BY_NAME[key].once
         return _pad(tensors, 1 if stacked and not once else 0)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a trace, or a (hook, layer) or name as in `batch[key]`, is here."""
+        if isinstance(key, (str, tuple)):
+            return bool(self._traces) and key in self._traces[0]
+        return any(key is trace for trace in self._traces)
 
     def _repr_html_(self) -> str:
         rows = [

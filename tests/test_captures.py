@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
@@ -241,3 +244,21 @@ def test_a_global_spec_of_another_model_is_refused_and_one_that_does_not_fit_a_r
         assert engine.generate("x", max_tokens=1).finish_reason is not None
         engine.generate("a text of more than ten tokens", max_tokens=1)
     assert [[at for _, _, at in rows] for rows in spy.rows.values()] == [[0, 10]]
+
+
+def test_positions_are_an_index(engine):
+    """A tuple would index axis by axis."""
+    rows = engine.generate([5, 6, 7, 8], max_tokens=1, capture=Capture({"mlp_out": [1]}, [0, 2])).acts[
+        "mlp_out", 1
+    ]
+    logits = engine.logits([5, 6, 7, 8])
+    assert torch.equal(logits[rows.positions], logits[[0, 2]])
+    assert np.array_equal(logits.numpy()[rows.positions], logits.numpy()[[0, 2]])
+    for expected in ((0, 2), [0, 2]):
+        assert expected == rows.positions and rows.positions == expected
+    assert rows.positions != (0, 1) and rows.positions != "02"
+    assert (
+        rows.token_ids == (5, 7)
+        and tuple(rows.positions) == (0, 2)
+        and json.dumps(rows.positions) == "[0, 2]"
+    )

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
     "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory "
-    "hf_hub json_limits small_file notebook extras",
+    "hf_hub json_limits small_file result_file notebook extras",
     "offload",
     "model mhc",
     "decode",
@@ -36,6 +36,7 @@ SHARED = {
     "dtype_names",
     "json_limits",
     "small_file",
+    "result_file",
     "notebook",
     "extras",
 }

@@ -271,3 +271,24 @@ def test_long_lists_run_in_several_passes(engine, monkeypatch):
     assert list(forward.passes(texts)) == [[0, 1], [2], [3]]
     for one, other in zip(whole, engine.logits(texts)):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_in_takes_the_keys_of_the_brackets(engine, trace):
+    batch = engine.trace([IDS, IDS[:2]])
+    for key in (("mlp_out", 3), ("mlp_out", -1), "mlp_out", "blocks.1.hook_in", ("blocks.1.mlp.hook_out", 1),
+                "model.layers.1.mlp:output", ("mhc_streams_post_mlp", 0), ("final_hidden", 0)):  # fmt: skip
+        assert key in trace and key in batch
+        assert trace[key] is not None and batch[key] is not None
+    for key in (("mlp_out", LAYERS), ("mlp_out",), "mlp_oat", ("mlp_out", "3"), 3, None):
+        assert key not in trace and key not in batch
+    assert batch[0] in batch and trace not in batch
+
+
+def test_hooks_by_a_function(engine, trace):
+    some = engine.trace(IDS, lambda hook, layer: hook.startswith("mhc_") and layer > 2)
+    assert set(some) == {(hook, layer) for hook, layer in trace if hook.startswith("mhc_") and layer > 2}
+    assert all(torch.equal(some[key], trace[key]) for key in some)
+    assert not engine.trace(IDS, lambda hook, layer: False)
+    with engine.grad(lambda hook, layer: hook == "mlp_out") as g:
+        g.backward(engine.logits(IDS)[-1, 3])
+    assert g.acts.hooks == ["mlp_out"]

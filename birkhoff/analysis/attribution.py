@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, overload
 
 import torch
 
@@ -12,6 +12,7 @@ from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.site_names import address_of, from_tool
 from birkhoff.option_checks import check_int
+from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,14 @@ class Agreement:
 
 
 @dataclass(frozen=True, eq=False)
-class Attribution:
+class Attribution(SavedResult):
     """Scores of nodes for one metric on one text.
 
     A score estimates (method "exact": is) how much the metric falls when the node alone is moved to its baseline:
     positive nodes support the metric. `value` is the metric of the text, `baseline_value` that of the baseline text,
     if there is one."""
 
+    kind: ClassVar[str] = "attribution"
     metric: str
     method: str
     value: float
@@ -82,6 +84,7 @@ class Attribution:
     tokens: list[str] | None = field(default=None, repr=False)
     num_layers: int = field(default=0, repr=False)
     streams: bool = field(default=True, repr=False)  # whether the model has several residual streams
+    num_tokens: int = field(default=0, repr=False)  # of the text; a mean over texts has no token ids
 
     def __len__(self) -> int:
         return sum(len(site.scores) for site in self.sites)
@@ -103,7 +106,7 @@ class Attribution:
         address = address_of(named, self.num_layers, self.streams)
         for site in self.sites:
             if site.key == address:
-                dense = torch.zeros(len(self.token_ids), *site.sizes)
+                dense = torch.zeros(self.num_tokens, *site.sizes)
                 dense[tuple(site.index.T)] = site.scores
                 return dense
         hooks = ", ".join(f"{hook}[{layer}]" for hook, layer in (site.key for site in self.sites))
@@ -149,6 +152,31 @@ class Attribution:
         top = [set(scores.abs().topk(min(k, len(scores))).indices.tolist()) for scores in (mine, theirs)]
         return Agreement(spearman(mine, theirs), len(top[0] & top[1]), min(k, len(mine)), len(mine))
 
+    def file_parts(self) -> FileParts:
+        """Tensors named `SITE/index` and `SITE/scores`, with SITE a number: several kinds of nodes may be at one hook
+        and layer. Facts: everything else."""
+        tensors, sites = {}, []
+        for number, site in enumerate(self.sites):
+            tensors[f"{number}/index"], tensors[f"{number}/scores"] = site.index, site.scores
+            sites.append({"key": list(site.key), "axes": list(site.axes), "sizes": list(site.sizes)})
+        names = ("metric", "method", "value", "baseline_value", "token_ids", "tokens")
+        facts = {name: getattr(self, name) for name in (*names, "num_layers", "streams", "num_tokens")}
+        return FileParts(tensors, {**facts, "sites": sites})
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> Attribution:
+        sites = [
+            SiteScores(
+                (site["key"][0], int(site["key"][1])),
+                tuple(site["axes"]),
+                tuple(site["sizes"]),
+                parts.tensors[f"{number}/index"],
+                parts.tensors[f"{number}/scores"],
+            )
+            for number, site in enumerate(parts.facts["sites"])
+        ]
+        return cls(**{**parts.facts, "sites": sites})
+
     def to_json(self, k: int | None = None) -> dict[str, Any]:
         """JSON with the `k` largest nodes, or with all of them."""
         nodes = self.top(k) if k is not None else list(self)
@@ -162,6 +190,68 @@ class Attribution:
             "num_nodes": len(self),
             "nodes": [node.to_json() for node in nodes],
         }
+
+
+class AttributionBatch(Sequence[Attribution], SavedResult):
+    """The attributions of several texts of one length, from one call.
+
+    `batch[0]` is the `Attribution` of the first text, `batch[hook, layer]` `[texts, T, ...]` are the scores of all of
+    them, and `batch.mean` is an `Attribution` of the mean scores."""
+
+    kind = "attribution batch"
+
+    def __init__(self, results: Sequence[Attribution]):
+        self._results = list(results)
+
+    def file_parts(self) -> FileParts:
+        return join_parts(self._results)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> AttributionBatch:
+        return cls([Attribution.from_file_parts(each) for each in split_parts(parts)])
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @overload
+    def __getitem__(self, key: int) -> Attribution: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Attribution]: ...
+    @overload
+    def __getitem__(self, key: Key | str) -> torch.Tensor: ...
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (int, slice)) and not isinstance(key, bool):
+            return self._results[key]
+        return torch.stack([each[key] for each in self._results])
+
+    @property
+    def mean(self) -> Attribution:
+        """The means over the texts; an expert or a feature that is not active in a text counts as 0 there. Token ids
+        and tokens are those that all texts have, or none."""
+        first, count = self._results[0], len(self)
+        baselines = [each.baseline_value for each in self._results if each.baseline_value is not None]
+        same = all(each.token_ids == first.token_ids for each in self._results)
+        names = dict.fromkeys(each.metric for each in self._results)
+        return replace(
+            first,
+            metric=first.metric if len(names) == 1 else f"mean of {len(names)} metrics",
+            value=sum(each.value for each in self._results) / count,
+            baseline_value=sum(baselines) / count if len(baselines) == count else None,
+            token_ids=first.token_ids if same else [],
+            tokens=first.tokens if same else None,
+            sites=[_mean_scores(sites) for sites in zip(*(each.sites for each in self._results))],
+        )
+
+    def __repr__(self) -> str:
+        return f"AttributionBatch({len(self)} texts; mean {self.mean!r})"
+
+
+def _mean_scores(sites: Sequence[SiteScores]) -> SiteScores:
+    """The mean scores of one site of several texts, over all nodes that any of them has."""
+    index, line = torch.cat([site.index for site in sites]).unique(dim=0, return_inverse=True)
+    scores = torch.cat([site.scores for site in sites]).double()
+    total = torch.zeros(len(index), dtype=torch.float64).index_add(0, line, scores)
+    return replace(sites[0], index=index, scores=(total / len(sites)).float())
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from birkhoff.analysis.attribute import TextPasses, check_method, compare_texts, score_nodes
+from birkhoff.analysis.attribute import TextPasses, check_method, compare_text, score_nodes
 from birkhoff.analysis.attribution import Node
 from birkhoff.analysis.circuit_svg import circuit_svg
 from birkhoff.analysis.forward import one_text
@@ -124,8 +124,8 @@ class Circuit:
                 f"the text has {len(ids)} tokens, the circuit has nodes of {len(self.token_ids)} positions. Give a "
                 "text of the same length."
             )
-        passes = TextPasses(engine, ids, resolve_metric(engine, metric, len(ids)), steer)
-        nodes = compare_texts(passes, self.hooks, "all", baseline, needs_change=True).nodes
+        passes = TextPasses(engine, [ids], [resolve_metric(engine, metric, len(ids))], [steer])
+        nodes = compare_text(passes, self.hooks, "all", baseline, needs_change=True).nodes
         chosen = {(node.hook, node.layer, node.position, node.index) for node in self.nodes}
         return _measure(passes, nodes, torch.tensor([name in chosen for name in _names(nodes)]))
 
@@ -167,8 +167,8 @@ def find_circuit(
     check_int("max_batch_tokens", max_batch_tokens)
     check_method(method, steps)
     ids = one_text(engine, prompt, "circuit")
-    passes = TextPasses(engine, ids, resolve_metric(engine, metric, len(ids)), steer, max_batch_tokens)
-    compared = compare_texts(passes, over, "all", baseline, needs_change=True)
+    passes = TextPasses(engine, [ids], [resolve_metric(engine, metric, len(ids))], [steer], max_batch_tokens)
+    compared = compare_text(passes, over, "all", baseline, needs_change=True)
     nodes = compared.nodes
     if not all(isinstance(each, SiteNodes) for each in nodes):
         raise OptionError(
@@ -323,9 +323,9 @@ def stream_edges(passes: TextPasses, baseline: Any, nodes: Sequence[Node], span:
     ]
     outputs = [(hook, layer) for layer in range(count) for hook in ("post_attn", "mlp_out")]
     embedded: Key = ("mhc_streams_pre_attn", 0)
-    compared = compare_texts(passes, ["sublayers", embedded[0]], "all", baseline)
+    compared = compare_text(passes, ["sublayers", embedded[0]], "all", baseline)
     differences = {each.key: each.difference for each in compared.nodes if isinstance(each, SiteNodes)}
-    values, _ = passes.values(passes.ids, [*mixers, ("mhc_head_mix", count - 1)])
+    values, _ = passes.values(passes.texts, [*mixers, ("mhc_head_mix", count - 1)])[0]
     mixing = {key: value.float().cpu() for key, value in values.items()}
     readers = _reader_gradients(passes, nodes, count)
 

@@ -120,10 +120,12 @@ def _rows_at(rows: RowReader, first: int, positions: Sequence[int]) -> list[torc
     return rows([first + position for position in positions])
 
 
-def text_tap(engine: Engine, ids: Sequence[int], edits: Sequence[Edit], copies: int = 1) -> Tap:
-    """The tap of a pass of one text, or of several copies of it side by side, with these edits in each."""
-    plan = Plan(edits=tuple(edits))
-    spans = [Span(plan, copy * len(ids), 0, ids, len(ids)) for copy in range(copies)]
+def text_tap(engine: Engine, texts: Sequence[Sequence[int]], edits: Sequence[Sequence[Edit]]) -> Tap:
+    """The tap of a pass of texts of equal length side by side, each with its edits."""
+    spans = [
+        Span(Plan(edits=tuple(each)), index * len(ids), 0, ids, len(ids))
+        for index, (ids, each) in enumerate(zip(texts, edits))
+    ]
     return arm(StepStaging(engine.model.device), spans) or NoTap()
 
 
@@ -143,7 +145,7 @@ def edited_logits(
     """`logits` with the resolved edits of each text."""
     gradients = engine.gradients.active
     if gradients is not None:
-        return [gradients.logits(ids, text_tap(engine, ids, each)) for ids, each in zip(texts, edits)]
+        return [gradients.logits(ids, text_tap(engine, [ids], [each])) for ids, each in zip(texts, edits)]
     results: list[torch.Tensor] = []
     with torch.no_grad():  # not inference mode: the result may be trained on and written to
         for together in passes(texts):
@@ -155,8 +157,8 @@ def edited_logits(
 def trace(
     engine: Engine, texts: Sequence[Sequence[int]], hooks: Any, steer: Any, point: Point = "before"
 ) -> list[Trace]:
-    """Run texts and return the logits and the tensors of `hooks` of each: "all", a name, a list of names, or layers by
-    name as in a `Capture`. `point` is that of `run_texts`."""
+    """Run texts and return the logits and the tensors of `hooks` of each, as `addresses` takes them. `point` is that of
+    `run_texts`."""
     recorded = addresses(engine, hooks)
     edits = resolve_edits(engine, texts, steer)
     traces: list[Trace] = []
@@ -168,7 +170,7 @@ def trace(
     gradients = engine.gradients.active
     if gradients is not None:
         for ids, each in zip(texts, edits):
-            logits = gradients.logits(ids, text_tap(engine, ids, each), recorded)
+            logits = gradients.logits(ids, text_tap(engine, [ids], [each]), recorded)
             add(ids, logits, gradients.passes[-1].nodes(recorded))
         return traces
     with torch.no_grad():
@@ -211,8 +213,11 @@ def features(
 
 
 def addresses(engine: Engine, hooks: Any) -> set[Key]:
-    """The addresses that `hooks` selects: "all", a name, a list of names, or layers by name."""
+    """The addresses that `hooks` selects: "all", a name, a list of names, layers by name, or a function of the hook and
+    the layer that says whether a tensor is kept."""
     known, count = engine.schema, engine.config.num_hidden_layers
+    if callable(hooks):
+        return {address for address in addresses(engine, "all") if hooks(*address)}
     if isinstance(hooks, str) and hooks == "all":
         hooks = [name for name, row in known.items() if row.ragged is None]
     single = isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set, Mapping))

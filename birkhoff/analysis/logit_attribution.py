@@ -15,8 +15,8 @@ logit. On an ordinary model there is one stream, and every weight is one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -26,6 +26,7 @@ from birkhoff.analysis.metric import token_id
 from birkhoff.errors import OptionError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int
+from birkhoff.result_file import FileParts, SavedResult
 from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _V4_HOOKS = (
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttribution:
+class LogitAttribution(SavedResult):
     """A logit (or a difference of two) at one position as a sum of terms, in float64.
 
     `embedding` [streams], `attention` and `experts` [layers, streams]: the terms of the embedding and of the sublayers,
@@ -61,6 +62,7 @@ class LogitAttribution:
     model does not show them. `mlp` is the name of the sublayers after attention: "experts" or, in dense models, "mlp".
     """
 
+    kind: ClassVar[str] = "logit attribution"
     logit: float
     tokens: tuple[int, ...]
     position: int
@@ -114,6 +116,30 @@ class LogitAttribution:
     def top(self, unit: str = "sublayer", k: int = 10) -> list[tuple[str, float]]:
         """The k largest terms of a unit by absolute value."""
         return sorted(self.by(unit).items(), key=lambda term: -abs(term[1]))[:k]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the sum of the terms."""
+        tensors, facts = self.file_parts()
+        lists = {name: tensor.tolist() for name, tensor in tensors.items()}
+        return {**facts, "heads": None, **lists, "total": self.total}
+
+    def file_parts(self) -> FileParts:
+        """The tensors by their names (`heads` if there are any); facts: everything else."""
+        names = ("embedding", "attention", "experts", "rest", "heads")
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        facts = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in names}
+        return FileParts(tensors, facts)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> LogitAttribution:
+        facts = dict(parts.facts)
+        if facts["routed"] is not None:  # JSON has no numbers as keys
+            facts["routed"] = [
+                {int(name) if name.isdecimal() else name: value for name, value in terms.items()}
+                for terms in facts["routed"]
+            ]
+        tuples = {name: tuple(facts[name]) for name in ("tokens", "names")}
+        return cls(**{"heads": None, **parts.tensors, **facts, **tuples})
 
     def _repr_html_(self) -> str:
         name = " - ".join(repr(name) for name in self.names)

@@ -123,6 +123,26 @@ def metric_from_json(raw: Mapping[str, Any]) -> LogitDiff | LogProb | Logit:
     return LogitDiff(raw["token"], raw["other"], position)
 
 
+def metrics_of_texts(metric: Any, count: int) -> list[Any]:
+    """The metrics of several texts, from one for all or a list with one for each.
+
+    Two tokens are a difference for all texts; tokens of each text are given as pairs or as `Logit(token)`."""
+    if isinstance(metric, torch.Tensor) and metric.dim() == 2:
+        metric = metric.tolist()  # [texts, 2]: the ids of a pair for each
+    if not isinstance(metric, list | tuple) or not metric or all(_is_token(each) for each in metric):
+        return [metric] * count
+    if len(metric) != count:
+        raise OptionError(
+            f"metric has {len(metric)} entries for {count} texts. Give one for all, or one each."
+        )
+    return list(metric)
+
+
+def _is_token(value: Any) -> bool:
+    single = isinstance(value, torch.Tensor) and value.dim() == 0
+    return single or isinstance(value, str) or as_int(value) is not None
+
+
 def token_id(engine: Engine, token: Any) -> int:
     """A token given by its id (also a tensor of one number, `logits[-1].argmax()`) or by a text that is one token."""
     if isinstance(token, torch.Tensor) and token.dim() == 0 and not token.is_floating_point():

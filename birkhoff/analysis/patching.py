@@ -2,27 +2,31 @@
 
 `patch_sweep` patches one site at a time and measures each: the cells of the sweep are copies of the same text that run
 side by side in one forward pass, each with its own edit, so that a sweep takes as many passes as its tokens fill and
-not as many as it has cells."""
+not as many as it has cells. The cells of several pairs of texts share passes as well."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.forward import one_text, passes, run_texts, trace
-from birkhoff.analysis.metric import resolve_metric
-from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.analysis.forward import one_text, passes, run_texts, texts_of, trace
+from birkhoff.analysis.metric import ResolvedMetric, metrics_of_texts, resolve_metric
+from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
+from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
 from birkhoff.option_checks import as_int
+from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 from birkhoff.steering.position_rows import align_tokens
+from birkhoff.steering.resolver import per_prompt_edits
 from birkhoff.steering.vector_edits import Patch
+from birkhoff.text.prompts import is_single
 from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
@@ -30,12 +34,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSweep:
+class PatchSweep(SavedResult):
     """The metric of every patched run. `values` has one axis for each of `axes`, whose `labels` name the entries.
 
     `clean` and `corrupt` are the metric of the two texts unpatched, `tokens` the corrupted text, `passes` the number of
     forward passes that the cells took."""
 
+    kind: ClassVar[str] = "patch sweep"
     values: torch.Tensor
     axes: tuple[str, ...]
     labels: Mapping[str, Sequence[Any]]
@@ -87,6 +92,23 @@ class PatchSweep:
         ]
         return table, rows, columns
 
+    def file_parts(self) -> FileParts:
+        """The values; facts: everything else, the labels in the order of the axes."""
+        facts = {
+            "axes": list(self.axes),
+            "labels": {axis: list(self.labels[axis]) for axis in self.axes},
+            "clean": self.clean,
+            "corrupt": self.corrupt,
+            "tokens": None if self.tokens is None else list(self.tokens),
+            "passes": self.passes,
+        }
+        return FileParts({"values": self.values}, facts)
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> PatchSweep:
+        facts = {**parts.facts, "axes": tuple(parts.facts["axes"])}
+        return cls(values=parts.tensors["values"], **facts)
+
     def _repr_html_(self) -> str:
         values, rows, columns = self.grid()
         moved = [[value - self.corrupt for value in row] for row in values]
@@ -116,10 +138,93 @@ def patch(
 ) -> Trace:
     """Run a prompt with activations of `source`, a run or another prompt."""
     ids = one_text(engine, prompts, "patch")
-    edit = Patch(
-        _run_of(engine, source, {hook: "all" if layers is None else layers}), hook, layers, **options
-    )
+    run = _runs_of(engine, [source], {hook: "all" if layers is None else layers})[0]
+    edit = Patch(run, hook, layers, **options)
     return trace(engine, [ids], hooks, [[edit, *_as_list(steer)]])[0]
+
+
+class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
+    """The sweeps of several pairs of texts, from one call, all with the same axes.
+
+    `batch[0]` is the `PatchSweep` of the first pair, `batch.values` `[pairs, ...]` are those of all of them, and
+    `batch.mean` is a `PatchSweep` of their mean: values, clean and corrupt metrics are means over the pairs, so
+    `batch.mean.recovered` compares means and is not the mean of ratios. `passes` is the number of forward passes that
+    the cells of all pairs took."""
+
+    kind = "patch sweep batch"
+
+    def __init__(self, sweeps: Sequence[PatchSweep], passes: int):
+        self._sweeps = list(sweeps)
+        self.passes = passes
+
+    def file_parts(self) -> FileParts:
+        parts = join_parts(self._sweeps)
+        return FileParts(parts.tensors, {"pairs": parts.facts, "passes": self.passes})
+
+    @classmethod
+    def from_file_parts(cls, parts: FileParts) -> PatchSweepBatch:
+        pairs = split_parts(FileParts(parts.tensors, parts.facts["pairs"]))
+        return cls([PatchSweep.from_file_parts(each) for each in pairs], parts.facts["passes"])
+
+    def __len__(self) -> int:
+        return len(self._sweeps)
+
+    @overload
+    def __getitem__(self, key: int) -> PatchSweep: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[PatchSweep]: ...
+    def __getitem__(self, key: Any) -> Any:
+        return self._sweeps[key]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of each sweep; `values` has one more, the pairs, before them."""
+        return self._sweeps[0].axes
+
+    @property
+    def labels(self) -> Mapping[str, Sequence[Any]]:
+        return self._sweeps[0].labels
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[pairs, *axes]"""
+        return torch.stack([sweep.values for sweep in self._sweeps])
+
+    @property
+    def mean(self) -> PatchSweep:
+        """The means over the pairs. `tokens` are those that all corrupted texts have, as a rule none: then None."""
+        first = self._sweeps[0]
+        same = all(sweep.tokens == first.tokens for sweep in self._sweeps)
+        return PatchSweep(
+            self.values.double().mean(0).float(),
+            first.axes,
+            first.labels,
+            sum(sweep.clean for sweep in self._sweeps) / len(self),
+            sum(sweep.corrupt for sweep in self._sweeps) / len(self),
+            first.tokens if same else None,
+            self.passes,
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<b>Mean of {len(self)} pairs.</b> " + self.mean._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"PatchSweepBatch({len(self)} pairs in {self.passes} passes; mean {self.mean!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """One corrupted text, the run its patches come from, and how its cells are measured."""
+
+    run: Any
+    target: list[int]
+    labels: Mapping[str, Sequence[Any]]
+    measure: ResolvedMetric
+    clean: float
+    plain: tuple[Edit, ...]  # edits of every cell
+
+    def cells(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.labels, values)) for values in product(*self.labels.values())]
 
 
 def patch_sweep(
@@ -133,32 +238,44 @@ def patch_sweep(
     streams: Any,
     align: str,
     steer: Any,
-) -> PatchSweep:
-    """Patch every selected site of `corrupt` with its activation in `clean`, one at a time, and measure each run."""
-    target = one_text(engine, corrupt, "patch_sweep")
+) -> PatchSweep | PatchSweepBatch:
+    """Patch every selected site of `corrupt` with its activation in `clean`, one at a time, and measure each run; for
+    one pair of texts, or for a list of clean and a list of corrupted ones."""
+    targets, single = texts_of(engine, corrupt)
+    sources = [clean] if single else _clean_sources(clean, len(targets))
+    lengths = [
+        (_length(engine, source), len(target)) for source, target in zip(sources, targets, strict=True)
+    ]
+    if positions is not None and not single:
+        _check_lengths(lengths)
     heads = head_hook(engine) if over == "heads" else None
     sites = _sites(engine, over if heads is None else heads[0], layers)
-    run = _run_of(engine, clean, {hook: list(rows) for hook, rows in sites.items()})
-    measure = resolve_metric(engine, metric, len(target), gradients=False)
-    labels: dict[str, list[Any]] = {}
-    if is_list(over):
-        labels["hook"] = list(sites)
-    labels["layer"] = list(next(iter(sites.values())))
-    places = _positions(positions, run.token_ids, target, align)
-    if places is not None:
-        labels["position"] = places
-    streams = _streams(engine, streams)
-    if streams is not None:
-        labels["stream"] = streams
-    if heads is not None:
-        labels["head"] = list(range(heads[1]))
+    hooks = {hook: list(rows) for hook, rows in sites.items()}
+    chosen = _streams(engine, streams)
+    metrics = [metric] if single else metrics_of_texts(metric, len(targets))
+    edits = [steer] if single else per_prompt_edits(steer, len(targets))
 
-    def patched(cell: Mapping[str, Any]) -> ResolvedEdit:
+    def pair(index: int, run: Any) -> _Pair:
+        target = targets[index]
+        labels: dict[str, Sequence[Any]] = {"hook": list(sites)} if is_list(over) else {}
+        labels["layer"] = list(next(iter(sites.values())))
+        places = _positions(positions, run.token_ids, target, align)
+        for axis, entries in (("position", places), ("stream", chosen)):
+            if entries is not None:
+                labels[axis] = entries
+        if heads is not None:
+            labels["head"] = list(range(heads[1]))
+        before = resolve_metric(engine, metrics[index], len(run.logits), gradients=False)
+        measure = resolve_metric(engine, metrics[index], len(target), gradients=False)
+        plain = engine.resolve(edits[index], target, 1)
+        return _Pair(run, target, labels, measure, float(before(run.logits.unsqueeze(0))), plain)
+
+    def patched(each: _Pair, cell: Mapping[str, Any]) -> ResolvedEdit:
         hook = cell.get("hook", next(iter(sites)))
         where = [cell["position"]] if "position" in cell else None
-        chosen = [cell["stream"]] if "stream" in cell else None
-        edit = Patch(run, hook, [cell["layer"]], where=where, streams=chosen, align=align)
-        found = edit.resolve(engine.schema, engine.config.num_hidden_layers, {}, target, 1)
+        of_streams = [cell["stream"]] if "stream" in cell else None
+        edit = Patch(each.run, hook, [cell["layer"]], where=where, streams=of_streams, align=align)
+        found = edit.resolve(engine.schema, engine.config.num_hidden_layers, {}, each.target, 1)
         if heads is None:
             return found
         width = engine.schema[hook].width // heads[1]
@@ -167,41 +284,95 @@ def patch_sweep(
             found, sites={key: replace(site, entries=entries) for key, site in found.sites.items()}
         )
 
-    cells = [dict(zip(labels, values)) for values in product(*labels.values())]
-    plain = engine.resolve(steer, target, 1)
-    texts = [target] * (len(cells) + 1)  # the last is the corrupted text without a patch
-    everything = [*((patched(cell), *plain) for cell in cells), plain]
-    values: list[float] = []
-    count = 0
-    advance = notebook.progress("patching cells", len(texts))
-    with torch.no_grad():
-        for together in passes(texts):
-            count += 1
-            hidden = run_texts(engine, [texts[i] for i in together], [everything[i] for i in together])
-            values += [measure.of_hidden(engine, rows) for rows in hidden]
-            if advance is not None:
-                advance(len(values))
-    shape = [len(each) for each in labels.values()]
-    return PatchSweep(
-        torch.tensor(values[:-1], dtype=torch.float64).view(shape).float(),
-        tuple(labels),
-        labels,
-        float(resolve_metric(engine, metric, len(run.logits), gradients=False)(run.logits.unsqueeze(0))),
-        values[-1],
-        engine.token_texts(target),
-        count,
+    sweeps: list[PatchSweep] = []
+    total, done, advance = 0, 0, None
+    for group in passes(targets):  # bounds the clean activations that are kept
+        runs = _runs_of(engine, [sources[i] for i in group], hooks)
+        pairs = [pair(i, run) for i, run in zip(group, runs)]
+        if any(each.labels != pairs[0].labels for each in pairs) or (
+            sweeps and pairs[0].labels != sweeps[0].labels
+        ):
+            raise PromptError(
+                "align is 'tokens', and the pairs do not have the same aligned positions, so there is no mean. Give "
+                "positions that all pairs have, positions=None for all together, or sweep the pairs one by one."
+            )
+        # The last run of each pair is the corrupted text without a patch.
+        runs_of = [(each, cell) for each in pairs for cell in (*each.cells(), None)]
+        values: list[float] = []
+        used: dict[int, int] = {}
+        if advance is None:
+            advance = notebook.progress("patching cells", len(runs_of) // len(pairs) * len(targets))
+        with torch.no_grad():
+            for together in passes([each.target for each, _ in runs_of]):
+                total += 1
+                some = [runs_of[i] for i in together]
+                changes = [
+                    each.plain if cell is None else (patched(each, cell), *each.plain) for each, cell in some
+                ]
+                hidden = run_texts(engine, [each.target for each, _ in some], changes)
+                values += [each.measure.of_hidden(engine, rows) for (each, _), rows in zip(some, hidden)]
+                for name in {id(each) for each, _ in some}:
+                    used[name] = used.get(name, 0) + 1
+                if advance is not None:
+                    advance(done + len(values))
+        done += len(values)
+        for each, own in zip(pairs, torch.tensor(values, dtype=torch.float64).view(len(pairs), -1)):
+            shape = [len(entries) for entries in each.labels.values()]
+            sweeps.append(
+                PatchSweep(
+                    own[:-1].view(shape).float(),
+                    tuple(each.labels),
+                    each.labels,
+                    each.clean,
+                    float(own[-1]),
+                    engine.token_texts(each.target),
+                    used[id(each)],
+                )
+            )
+    return sweeps[0] if single else PatchSweepBatch(sweeps, total)
+
+
+def _clean_sources(clean: Any, count: int) -> list[Any]:
+    """The clean prompts or runs, one for each of `count` corrupted texts."""
+    one = isinstance(clean, Mapping) or (
+        is_single(clean) and not (isinstance(clean[0], Mapping) and "role" not in clean[0])
     )
+    if one or len(clean) != count:
+        seen = "one text" if one else f"{len(clean)} texts"
+        raise PromptError(
+            f"clean has {seen} and corrupt {count}; each corrupted text is patched from its own clean one. Give two "
+            "lists of equal length."
+        )
+    return list(clean)
+
+
+def _length(engine: Engine, source: Any) -> int:
+    run: Any = source
+    return len(run.token_ids if isinstance(source, Mapping) else one_text(engine, source, "patching"))
+
+
+def _check_lengths(lengths: Sequence[tuple[int, int]]) -> None:
+    """Refuse pairs of texts whose positions do not correspond."""
+    expected = lengths[0][1]
+    wrong = next((i for i, pair in enumerate(lengths) if pair != (expected, expected)), None)
+    if wrong is not None:
+        clean, corrupt = lengths[wrong]
+        raise PromptError(
+            f"pair {wrong} has {clean} clean and {corrupt} corrupted tokens, expected {expected} as in the first "
+            "corrupted text: positions are averaged over pairs. Give texts of one length, or positions=None to patch "
+            "all positions together."
+        )
 
 
 def _as_list(steer: Any) -> list[Any]:
     return [] if steer is None else list(steer) if isinstance(steer, (list, tuple)) else [steer]
 
 
-def _run_of(engine: Engine, source: Any, hooks: Mapping[str, Any]) -> Any:
-    """A run as it is, or the trace of a prompt."""
-    if isinstance(source, Mapping):
-        return source
-    return trace(engine, [one_text(engine, source, "patching")], hooks, None)[0]
+def _runs_of(engine: Engine, sources: Sequence[Any], hooks: Mapping[str, Any]) -> list[Any]:
+    """Runs as they are, and the traces of prompts."""
+    texts = [one_text(engine, each, "patching") for each in sources if not isinstance(each, Mapping)]
+    traces = iter(trace(engine, texts, hooks, None) if texts else ())
+    return [each if isinstance(each, Mapping) else next(traces) for each in sources]
 
 
 def head_hook(engine: Engine) -> tuple[str, int]:

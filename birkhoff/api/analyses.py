@@ -11,13 +11,12 @@ import torch
 from birkhoff.analysis.activations_store import ActStream, iter_activations
 from birkhoff.analysis.attention import attention, attention_patterns
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
-from birkhoff.analysis.attribution import Attribution
 from birkhoff.analysis.circuit import Circuit, find_circuit
 from birkhoff.analysis.forward import addresses, features, logits, texts_of, trace
 from birkhoff.analysis.gradients import Gradients
 from birkhoff.analysis.lens import compute_lens
 from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
-from birkhoff.analysis.patching import PatchSweep, patch, patch_sweep
+from birkhoff.analysis.patching import patch, patch_sweep
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.spec.validation import POINTS
 from birkhoff.option_checks import check_choice
@@ -63,7 +62,8 @@ class Analyses:
     ) -> Any:
         """One forward pass that keeps the activations of `hooks` at every position.
 
-        `hooks` is "all", a name, a list of names, or layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`. A tensor
+        `hooks` is "all", a name, a list of names, layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`, or a
+        function of hook and layer that says whether a tensor is kept: `lambda hook, layer: layer > 3`. A tensor
         is the one that enters the edits of its site (`steer`), or with `capture_point="after"` the one that leaves
         them; in an `engine.grad()` block it is always the latter.
         Returns a `Trace`, or for a list of prompts a `TraceBatch`: `batch[i]` is the trace of one prompt, and
@@ -127,7 +127,7 @@ class Analyses:
     def patch_sweep(
         self,
         clean: Any,
-        corrupt: Prompt,
+        corrupt: Prompt | Sequence[Prompt],
         metric: Any,
         over: str | Sequence[str],
         *,
@@ -136,8 +136,12 @@ class Analyses:
         streams: Any = None,
         align: str = "position",
         steer: Steering = None,
-    ) -> PatchSweep:
-        """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run.
+    ) -> Any:
+        """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run: a `PatchSweep`.
+
+        Two lists of as many texts give a `PatchSweepBatch`: the sweep of every pair, and their mean. All texts have the
+        same number of tokens then, unless `positions` is None; `metric` and `steer` are one for all pairs, or a list
+        with one for each.
 
         `over` is a hook, a list of hooks, or "heads": the output of every attention head by itself. There is a cell for
         each hook, each of `layers` and each of `positions` ("each", a list, or None for all positions together); with
@@ -162,7 +166,7 @@ class Analyses:
 
     def attribute(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Prompt],
         metric: Any,
         over: str | Sequence[str] = "sublayers",
         *,
@@ -174,8 +178,11 @@ class Analyses:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         recompute: bool | None = None,
         max_exact_nodes: int | None = None,
-    ) -> Attribution:
-        """Score parts of the model by how much they contribute to a metric on a text.
+    ) -> Any:
+        """Score parts of the model by how much they contribute to a metric on a text: an `Attribution`.
+
+        Several prompts of one length give an `AttributionBatch`: the scores of every text, and their mean. `metric`,
+        `baseline` and `steer` are one for all texts, or a list with one for each.
 
         `metric` is a pair of tokens (logit difference), a token (its logit), `LogProb`, or a function of the logits
         [T, vocab]. `over` names what is scored at every position: hooks, or `sublayers`, `streams` (each stream by

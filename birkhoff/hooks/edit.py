@@ -397,7 +397,7 @@ class _EditStage:
 
     def take(self, edit: SiteEdit, rows: list[int], gate: GateRun | None) -> bool:
         """Include another edit of other rows; False if it is of another kind, or if there are many rows already."""
-        if _kind(edit) != self._kind or edit.vector.dim() > 1 or self._edits[0][0].vector.dim() > 1:
+        if _kind(edit) != self._kind:
             return False
         if len(self._rows) + len(rows) > MAX_STACKED:
             return False
@@ -416,7 +416,9 @@ class _EditStage:
         rows = torch.tensor([row for _, own in self._edits for row in own], device=device)
         if len(self._edits) == 1:
             return rows, edit.operand.to(device), entries, (edit.scale, *edit.bounds)
-        vector = torch.stack([each.operand for each, own in self._edits for _ in own]).to(device)
+        # A vector is the same for all rows of its edit, or has one row for each.
+        operands = [each.operand.expand(len(own), -1) for each, own in self._edits]
+        vector = torch.cat(operands).to(device)
         numbers = torch.tensor([(each.scale, *each.bounds) for each, own in self._edits for _ in own])
         dims = 2 if edit.streams is not None or edit.post_mix else 1
         return rows, vector, entries, numbers.to(device).view(len(rows), 3, *[1] * dims).unbind(1)
@@ -469,5 +471,5 @@ def _kind(edit: SiteEdit) -> tuple[Any, ...]:
         edit.entries,
         edit.renormalise,
         edit.gate is None,
-        edit.vector.shape,
+        edit.vector.shape[-1],
     )

@@ -23,6 +23,19 @@ from birkhoff.hooks.vector_table import TableRows
 Key = tuple[str, int]  # hook name, layer
 
 
+class RowLabels(list[int]):
+    """Positions or token ids of rows that users read: a list, so that `tensor[rows.positions]` selects rows; a tuple
+    there would be one index for each axis. Equal to a tuple of the same numbers."""
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return list.__eq__(self, list(other) if isinstance(other, tuple) else other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 @dataclass(slots=True, eq=False)
 class SiteRows:
     """Rows of one site with their labels, in order of position: `tensor` [rows, *row_shape], on the host unless the
@@ -35,8 +48,8 @@ class SiteRows:
     hook: str
     layer: int
     tensor: torch.Tensor
-    positions: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    positions: Sequence[int]
+    token_ids: Sequence[int]
     scale: torch.Tensor | None = None
     ready: Callable[[], None] | None = None
 
@@ -45,6 +58,14 @@ class SiteRows:
         if self.ready is not None:
             self.ready()
             self.ready = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: waits for the rows, and stores fp8 as bytes, which PyTorch cannot unpickle."""
+        self.wait()
+        fp8 = self.tensor.is_floating_point() and self.tensor.dtype.itemsize == 1
+        stored = self.tensor.contiguous().view(torch.uint8) if fp8 else self.tensor
+        labels = self.positions, self.token_ids
+        return _unpickled, (self.hook, self.layer, stored, self.tensor.dtype, *labels, self.scale)
 
     def part(self, start: int, stop: int) -> SiteRows:
         """Rows start..stop, sharing memory."""
@@ -74,6 +95,19 @@ class SiteRows:
 
     def __len__(self) -> int:
         return int(self.tensor.shape[0])
+
+
+def _unpickled(
+    hook: str,
+    layer: int,
+    stored: torch.Tensor,
+    dtype: torch.dtype,
+    positions: Sequence[int],
+    token_ids: Sequence[int],
+    scale: torch.Tensor | None,
+) -> SiteRows:
+    tensor = stored if stored.dtype is dtype else stored.view(dtype)
+    return SiteRows(hook, layer, tensor, positions, token_ids, scale)
 
 
 class Job(Protocol):

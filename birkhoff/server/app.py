@@ -34,7 +34,13 @@ from birkhoff.server.contrast_routes import ContrastBody, ContrastRoutes
 from birkhoff.server.docs_page import DocsPage
 from birkhoff.server.embeddings_routes import EmbeddingsBody, EmbeddingsRoutes
 from birkhoff.server.global_steering import GlobalSteeringBody
-from birkhoff.server.interp_routes import AttentionBody, EstimateBody, InterpRoutes, LensBody
+from birkhoff.server.interp_routes import (
+    AttentionBody,
+    EstimateBody,
+    InterpRoutes,
+    LensBody,
+    LogitAttributionBody,
+)
 from birkhoff.server.links import SignedLinks
 from birkhoff.server.llamacpp_routes import LlamaCompletionBody, LlamaCompletionRoutes
 from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
@@ -198,6 +204,7 @@ def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: Si
     routes.post("/v1/interp/estimate", interp.estimate, EstimateBody, "Estimate a capture")
     routes.post("/v1/interp/attention", interp.attention, AttentionBody, "Attention weights")
     routes.post("/v1/lens", interp.lens, LensBody, "Logit lens")
+    routes.post("/v1/logit_attribution", interp.logit_attribution, LogitAttributionBody, "Attribute a logit")
     routes.post("/v1/attribute", attribution.attribute, AttributeBody, "Attribute a prediction")
     routes.post("/v1/circuit", attribution.circuit, CircuitBody, "Find a circuit")
     routes.get("/v1/interp/captures", captures.list_captures, "List captures")

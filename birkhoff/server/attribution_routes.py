@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.analysis.attribution import Attribution
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.interp_routes import MAX_METRIC_TOKENS, AnalysisRoutes, PromptBody, TextBody, TokenMetric
 from birkhoff.server.steering_routes import request_edits
@@ -53,7 +54,9 @@ class AttributionRoutes(AnalysisRoutes):
 
     def _attribute(self, body: AttributeBody) -> dict[str, Any]:
         ids, common = self._common(body)
-        result = self._context.engine.attribute(ids, **common, layers=body.layers, max_exact_nodes=MAX_NODES)
+        result: Attribution = self._context.engine.attribute(
+            ids, **common, layers=body.layers, max_exact_nodes=MAX_NODES
+        )
         return result.to_json(body.top)
 
     def _circuit(self, body: CircuitBody) -> dict[str, Any]:

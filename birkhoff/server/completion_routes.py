@@ -2,7 +2,8 @@
 
 A prompt is text, token ids, or a list of either; choices are numbered prompt by prompt. Chat markers spelled out in a
 text prompt are encoded as text. `echo` puts the prompt before the completion, with `logprobs` also its tokens' log
-probabilities: those of the model as the call steers it.
+probabilities: those of the model as the call steers it. With `max_tokens` 0 there is nothing but the prompt: clients
+score texts in this way. The engine then computes one token, which is not part of the response.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class CompletionBody(SamplingFields):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
     )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -77,8 +79,15 @@ class CompletionRoutes(Routes):
             )
         if body.echo and body.stream and body.logprobs is not None:
             raise bad_request("echo with logprobs is not streamed. Leave one of the three out.", "echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request(
+                "max_tokens is 0 and echo is not set, so nothing would be returned. Set echo to score the prompt, or "
+                "max_tokens to 1 or more.",
+                "max_tokens",
+            )
         sampling = body.sampling_arguments(self._context.settings.max_choices)
         sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+        sampling["max_tokens"] = max(sampling["max_tokens"], 1)
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
         mask = self._context.grammars.from_response_format(body.response_format)
@@ -124,28 +133,40 @@ class CompletionFormatter(ChoicesFormatter):
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
         super().__init__(context, generations, body, head, head)
         self._echo = bool(body.echo)
+        self._prompt_only = body.max_tokens == 0
         self._top_logprobs = body.logprobs
         self._offsets: dict[int, TextOffsets] = {}  # of streams, by choice
         self._prompt_entries: dict[Any, list[TokenLogprob | int]] = {}  # by prompt and edits
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
-        text = parsed_message(request).content
+        text = "" if self._prompt_only else parsed_message(request).content
         choice: dict[str, Any] = {
             "index": index,
             "text": self._prompt_text(request) + text if self._echo else text,
-            "finish_reason": request.finish_reason,
             "logprobs": None,
-            "stop_reason": stop_reason(request),
+            **self._ending(request),
         }
         if self._top_logprobs is not None:
             prompt = self._prompt_logprobs(request) if self._echo else []
-            output = [entry for entry in request.logprobs if not is_eos(entry.token_id, request)]
+            entries = () if self._prompt_only else request.logprobs
+            output = [entry for entry in entries if not is_eos(entry.token_id, request)]
             choice["logprobs"] = self._logprobs(
                 [*prompt, *output], TextOffsets(self._context.engine.tokenizer)
             )
         if self._body.return_token_ids:
-            choice["token_ids"] = list(request.output_ids)
+            choice["token_ids"] = [] if self._prompt_only else list(request.output_ids)
         return choice
+
+    def _ending(self, request: Request) -> dict[str, Any]:
+        if self._prompt_only:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": request.finish_reason, "stop_reason": stop_reason(request)}
+
+    def _usage(self, requests: tuple[Request, ...]) -> dict[str, Any]:
+        counts = super()._usage(requests)
+        if self._prompt_only:
+            counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
+        return counts
 
     def _prompt_text(self, request: Request) -> str:
         return self._context.engine.tokenizer.decode(request.prompt_ids, skip_special=True)
@@ -203,13 +224,17 @@ class CompletionFormatter(ChoicesFormatter):
     def chunk_choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         text = "".join(token.text for token in output.tokens)
         ids = [token.token_id for token in output.tokens if token.token_id is not None]
-        if not text and not ids:
+        if self._prompt_only:
+            text, ids = "", []
+            if index in self._offsets or not (output.tokens or output.last):
+                return []
+        elif not text and not ids:
             return []
         if self._echo and index not in self._offsets:
             text = self._prompt_text(output.request) + text
         choice = {**self.empty_choice(index), "text": text}
         offsets = self._offsets.setdefault(index, TextOffsets(self._context.engine.tokenizer))
-        if self._top_logprobs is not None:
+        if self._top_logprobs is not None and not self._prompt_only:
             entries = [
                 token.logprob
                 for token in output.tokens
@@ -224,8 +249,4 @@ class CompletionFormatter(ChoicesFormatter):
         return {"index": index, "text": "", "finish_reason": None, "logprobs": None}
 
     def final_choice(self, index: int, request: Request) -> dict[str, Any]:
-        return {
-            **self.empty_choice(index),
-            "finish_reason": request.finish_reason,
-            "stop_reason": stop_reason(request),
-        }
+        return {**self.empty_choice(index), **self._ending(request)}

@@ -1,4 +1,4 @@
-"""Routes that analyse a text without generating: hook schema, capture estimates, lens, attention.
+"""Routes that analyse a text without generating: hook schema, capture estimates, lens, logit attribution, attention.
 
 `/v1/lens` decodes every stream, their mean and the head's mix at every depth: the top tokens at one position, or the
 surprisal of the text at each depth. These forward passes run in a worker thread, one at a time.
@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.attention import attention_json, attention_masses
-from birkhoff.analysis.metric import resolve_metric
+from birkhoff.analysis.metric import resolve_metric, token_id
 from birkhoff.errors import LogitsError, OptionError
 from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.body import RequestBody, StrictBody
@@ -71,6 +71,13 @@ class LensBody(TextBody):
 class AttentionBody(TextBody):
     position: Depth = -1
     masses: bool = False
+
+
+class LogitAttributionBody(TextBody):
+    """`token`: one token, or two whose logits are subtracted; by default the most likely one."""
+
+    token: TokenName | Annotated[list[TokenName], Field(min_length=1, max_length=2)] | None = None
+    position: Depth = -1
 
 
 class EstimateBody(PromptBody):
@@ -133,6 +140,23 @@ class InterpRoutes(Routes):
         body, _ = await self._context.read_body(http, AttentionBody)
         return json_response(await self.run_exclusive(http, lambda: self._attention(body)))
 
+    async def logit_attribution(self, http: HttpRequest) -> Response:
+        """The logit of a token, or the difference of two, as a sum over what was written to the residual streams."""
+        body, _ = await self._context.read_body(http, LogitAttributionBody)
+        return json_response(await self.run_exclusive(http, lambda: self._logit_attribution(body)))
+
+    def _logit_attribution(self, body: LogitAttributionBody) -> dict[str, Any]:
+        engine = self._context.engine
+        ids = self.token_ids(body, self._context.settings.lens_max_tokens)
+        _check_position(body.position, ids)
+        given = body.token if isinstance(body.token, list) else [] if body.token is None else [body.token]
+        try:
+            tokens = [token_id(engine, token) for token in given]
+        except OptionError as error:
+            raise bad_request(f"token: {error}", "token") from error
+        steer = request_edits(body.steering_fields, engine)
+        return engine.logit_attribution(ids, tokens or None, body.position, steer).to_json()
+
     def _lens(self, body: LensBody) -> dict[str, Any]:
         engine = self._context.engine
         ids = self.token_ids(body, self._context.settings.lens_max_tokens)
@@ -146,8 +170,7 @@ class InterpRoutes(Routes):
             if body.depths is None
             else [_check_depth(depth, lens.depths) for depth in body.depths]
         )
-        if not -len(ids) <= body.position < len(ids):
-            raise bad_request(f"position is {body.position}, the text has {len(ids)} tokens.", "position")
+        _check_position(body.position, ids)
         names = [f"layer {depth}" if depth < lens.depths - 1 else "final" for depth in depths]
         fields: dict[str, Any] = {"views": views, "depths": names, "position": body.position % len(ids)}
         if body.surprise:
@@ -237,6 +260,11 @@ class AnalysisRoutes(Routes):
             return json_response(await self._interp.run_exclusive(http, work))
         except LogitsError as error:
             raise to_api_error(error, steered=True) from error
+
+
+def _check_position(position: int, ids: list[int]) -> None:
+    if not -len(ids) <= position < len(ids):
+        raise bad_request(f"position is {position}, the text has {len(ids)} tokens.", "position")
 
 
 def _check_depth(depth: int, count: int) -> int:

@@ -47,6 +47,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "/v1/interp/attention": {"prompt": "Once upon a time there was a fox", "position": -1},
     "/v1/lens": {"prompt": "Once upon a time there was a", "k": 3},
+    "/v1/logit_attribution": {"prompt": "Tom had a red ball. Tom lost his", "token": [" ball", " hat"]},
     "/v1/interp/contrast": {
         "positive": [
             "The dark ghost came.",

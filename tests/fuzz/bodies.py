@@ -272,6 +272,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "capture": {"memory": {"hooks": {"mlp_out": [1]}, "positions": POSITIONS}},
         },
     ),
+    ("/v1/logit_attribution", {"prompt": "Hi", "token": [5, " a"], "position": -1}),
     ("/v1/lens", {"prompt": "Hi", "k": 2, "depths": [0], "views": ["head", 1], "position": -1}),
     (
         "/v1/lens",

@@ -1,8 +1,9 @@
-"""`/v1/attribute` and `/v1/circuit` against the same calls in Python."""
+"""`/v1/attribute`, `/v1/circuit` and `/v1/logit_attribution` against the same calls in Python."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 import birkhoff
 
@@ -65,3 +66,50 @@ def test_what_is_refused(served, fields, param):
 def test_circuits_of_exact_scores_are_refused(served):
     answer = served.post("/v1/circuit", {"prompt": TEXT, "metric": METRIC, "method": "exact"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "method"
+
+
+@pytest.mark.parametrize(
+    ("token", "position"), [(" Lily", -1), ([" Lily", " Anna"], 4), (None, -1), (300, 2)]
+)
+def test_logit_attribution_gives_what_python_gives(served, engine, token, position):
+    body = {"prompt": TEXT, "position": position} | ({} if token is None else {"token": token})
+    answer = served.post("/v1/logit_attribution", body)
+    assert answer.status_code == 200, answer.text
+    document, expected = answer.json(), engine.logit_attribution(TEXT, token, position)
+    assert document["names"] == list(expected.names) and document["tokens"] == list(expected.tokens)
+    assert document["position"] == expected.position and document["mlp"] == "experts"
+    assert document["logit"] == pytest.approx(expected.logit, abs=1e-3)
+    assert document["total"] == pytest.approx(document["logit"], abs=1e-6)
+    for name in ("embedding", "attention", "experts", "rest", "heads"):
+        values = getattr(expected, name)
+        torch.testing.assert_close(torch.tensor(document[name]).double(), values, rtol=1e-3, atol=1e-3)
+    assert document["routed"][3] == pytest.approx(
+        {str(name): value for name, value in expected.routed[3].items()}, abs=1e-3
+    )
+
+
+def test_logit_attribution_of_a_steered_text(served, engine):
+    edits = [{"op": "patch", "at": {"hook": "mlp_out", "layers": [3]}, "source": "zeros"}]
+    body = {"token_ids": engine.prompt_ids(TEXT), "token": " Lily", "interventions": edits}
+    document = served.post("/v1/logit_attribution", body).json()
+    expected = engine.logit_attribution(TEXT, " Lily", steer=[birkhoff.Patch(0, "mlp_out", [3])])
+    assert document["logit"] == pytest.approx(expected.logit, abs=1e-3)
+    assert document["experts"][3] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token": "Lily and Tom"}, "token"),
+        ({"token": [1, 2, 3]}, "token"),
+        ({"token": 10**6}, "token"),
+        ({"position": 99}, "position"),
+        ({"prompt": "word " * 3000}, "prompt"),
+        ({"token_ids": [1]}, "prompt"),
+        ({"interventions": [{"op": "call", "fn": "print"}]}, "interventions[0].op"),
+    ],
+)
+def test_what_logit_attribution_refuses(served, fields, param):
+    answer = served.post("/v1/logit_attribution", {"prompt": TEXT, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

@@ -115,6 +115,7 @@ def test_a_context_too_long_is_told_the_option_of_the_server(served):
         ("/v1/embeddings", {"input": [5] * 5000}, "input"),
         ("/completion", {"prompt": "Hi", "n_predict": 100_000}, "prompt"),
         ("/v1/lens", {"token_ids": [5] * 5000}, "token_ids"),
+        ("/v1/logit_attribution", {"token_ids": [5] * 5000}, "token_ids"),
     ],
 )
 def test_a_context_too_long_names_the_field_of_the_text(served, path, body, field):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -74,3 +76,62 @@ def test_edits_of_every_request_count(served, engine):
         assert served.post("/v1/steering/clear", {}).status_code == 200
     found = torch.tensor(choice["logprobs"]["token_logprobs"][1:-1])
     assert (found - of_prompt(engine, EDITS["vector"][1])).abs().max() < 1e-4
+
+
+def test_no_tokens_are_the_prompt_alone(served, engine):
+    """As evaluation harnesses score texts: log-probabilities of the prompt, nothing after it, nothing counted."""
+    answer = echoed(served, max_tokens=0)
+    (choice,) = answer["choices"]
+    one = echoed(served, max_tokens=1)["choices"][0]
+    count = len(engine.prompt_ids(PROMPT))
+    assert choice["text"] == PROMPT and choice["finish_reason"] == "length" and choice["stop_reason"] is None
+    found = choice["logprobs"]
+    assert found["token_logprobs"][0] is None
+    assert (torch.tensor(found["token_logprobs"][1:]) - of_prompt(engine, None)).abs().max() < 1e-4
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert len(found[name]) == count and found[name] == one["logprobs"][name][:count]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (count, 0, count)
+    steered = echoed(served, max_tokens=0, interventions=[ADD])["choices"][0]["logprobs"]["token_logprobs"]
+    assert (torch.tensor(steered[1:]) - of_prompt(engine, EDITS["vector"][1])).abs().max() < 1e-4
+
+
+def test_no_tokens_of_several_prompts_and_choices(served, engine):
+    prompts = [PROMPT, "Once upon a time", engine.prompt_ids("The fox")]
+    for some in (prompts[:2], prompts[2:]):
+        answer = echoed(served, prompt=some, n=2, max_tokens=0, return_token_ids=True, logprobs=0)
+        texts = [text for text in some for _ in range(2)]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+        for text, choice in zip(texts, answer["choices"]):
+            assert (
+                choice["text"] == (text if isinstance(text, str) else "The fox") and choice["token_ids"] == []
+            )
+            assert len(choice["logprobs"]["tokens"]) == len(engine.prompt_ids(text))
+        count = sum(len(engine.prompt_ids(text)) for text in some)
+        assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == count
+    plain = echoed(served, max_tokens=0, logprobs=None)["choices"][0]
+    assert plain["text"] == PROMPT and plain["logprobs"] is None
+
+
+def test_no_tokens_in_a_stream(served, engine):
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "n": 2, "stream": True}
+    answer = served.post("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in range(2):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == PROMPT
+        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["length"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+    assert chunks[-1]["usage"]["total_tokens"] == len(engine.prompt_ids(PROMPT))
+
+
+def test_no_tokens_need_echo(served):
+    for fields in ({}, {"echo": False}, {"logprobs": 1}):
+        answer = served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, **fields})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+        assert "Set echo to score the prompt" in answer.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}
+    assert served.post("/v1/chat/completions", chat).status_code == 400

@@ -92,6 +92,7 @@ NESTED = {
         ({"input": "Hi", "truncation": "auto"}, "truncation"),
     ],
     "/v1/lens": [({"prompt": "Hi", "capture": {"memory": {}}}, "capture"), ({"prompt": "Hi", "n": 1}, "n")],
+    "/v1/logit_attribution": [({"prompt": "Hi", "k": 3}, "k"), ({"prompt": "Hi", "n": 1}, "n")],
     "/v1/patch_sweep": [
         (
             {

@@ -19,6 +19,7 @@ from birkhoff.errors import CaptureError
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.results import CaptureResult
 from birkhoff.hooks.site_names import Address
+from birkhoff.hooks.sites import BY_NAME
 
 SECONDS_TO_DURABLE = 30.0
 
@@ -158,4 +159,5 @@ class MemorySink:
             key: parts[0] if self._shared and len(parts) == 1 else SiteRows.concatenate(parts)
             for key, parts in self._parts.items()
         }
-        return Acts(self._resolved, rows, self.missing)
+        shapes = {hook: row.shape for hook, row in self._resolved.rows.items() if BY_NAME[hook].ragged}
+        return Acts(self._resolved.names, rows, self.missing, shapes)

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from birkhoff.capture.spec.requested import Requested
 from birkhoff.capture.spec.validation import CaptureContext, ConsumerRules, Resolution, check, field_path
-from birkhoff.errors import CaptureValidationError, SiteError, quoted
+from birkhoff.errors import CaptureValidationError, quoted
 from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import Schema
-from birkhoff.hooks.site_names import Address, follow_alias, from_tool
-from birkhoff.hooks.sites import BY_NAME
+from birkhoff.hooks.site_names import Address
 
 _DESTINATION_FIELDS = ("request_id", "tag", "layout", "return")  # not part of the digest of a capture
 
@@ -197,30 +197,13 @@ class ResolvedCapture(Resolution):
     def returns(self) -> str:
         return self.capture.returns or self.rules.returns
 
+    @property
+    def names(self) -> Requested:
+        """The names of the request, which say what a key stands for."""
+        return Requested(dict(self.requested), self.num_layers)
+
     def address(self, hook: str, layer: int | None) -> Address:
-        """Address of rows requested as (hook, layer); aliases and negative layers are accepted. The layer may be None
-        if the hook was captured at one layer."""
-        if hook in BY_NAME and BY_NAME[hook].once:
-            layer = self.num_layers - 1
-        for streams in (True, False):  # a name of another tool for what was requested by ours
-            foreign = from_tool(hook, self.num_layers, streams)
-            address = None if foreign is None else follow_alias(*foreign, self.num_layers)
-            if address in self.addresses and layer in (None, foreign and foreign[1]):
-                return address
-        if layer is None:
-            layers = [at for name, at in self.requested if name == hook]
-            if len(layers) > 1:
-                raise SiteError(f"{hook} was captured at layers {layers}. Say which: acts[hook, layer].")
-            layer = layers[0] if layers else -1
-        key = (hook, layer + self.num_layers if layer < 0 else layer)
-        if key in self.requested:
-            return self.requested[key]
-        if key in self.addresses:  # requested under an alias
-            return key
-        available = ", ".join(f"{name}[{at}]" for name, at in sorted(self.requested))
-        raise SiteError(
-            f"{quoted(hook)}[{layer}] was not captured. This capture holds {quoted(available, 400)}."
-        )
+        return self.names.address(hook, layer)
 
     @classmethod
     def of(cls, capture: Capture, consumer: str, num_layers: int, resolution: Resolution) -> ResolvedCapture:

@@ -123,7 +123,7 @@ class Output:
             logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             acts=acts_of(request.plan),
             capture_results=capture_results_of(request.plan),
-            interp=interp_of(request),
+            interp=interp_of(request) | {"reuse": _reuse(request)},
             timings=timings_of(request),
             message=message,
             error=request.error,
@@ -133,7 +133,7 @@ class Output:
 
 
 def interp_of(request: Request) -> dict[str, Any]:
-    """What was captured and which positions were steered, and what was taken from caches or drafted."""
+    """What was captured and which positions were steered, and what was taken from caches or drafted, if any."""
     report = plan_report(request.plan)
     if request.cached_tokens or request.drafted:
         report["reuse"] = _reuse(request)

@@ -326,7 +326,8 @@ def test_any_conversations_are_bit_identical_to_an_engine_without_caches(
 def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
     prompt, options = TEXTS[0][:400], {**GREEDY, "max_tokens": 4, "logprobs": 1}
     with opened(checkpoint, context_root=tmp_path) as first:
-        assert reused(first.generate(prompt, context="book", **options)) == 0
+        made = first.generate(prompt, context="book", **options)
+        assert reused(made) == 0 and made.interp["reuse"]["cached_tokens"] == 0
         assert first.reuse["prefix"]["contexts"] == ["book"] and first.reuse["prefix"]["disk"]["written"] == 3
         assert reused(first.chat([{"role": "user", "content": "hi"}], context="talk", max_tokens=1)) == 0
     with opened(checkpoint, context_root=tmp_path) as later:

@@ -26,6 +26,9 @@
 namespace {
 
 constexpr bool has_digits(int64_t type) { return DIGITS && type >= Q2_K; }
+#if !DIGITS
+struct DigitChunk {};  // of inputs that have none
+#endif
 
 #if VNNI
 // 256 columns of a row of x: the digits of every column, the highest first, in two orders.

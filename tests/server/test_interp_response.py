@@ -588,31 +588,6 @@ def test_a_patch_sweep_finds_the_deciding_position(served, engine):
     assert served.post("/v1/patch_sweep", {**body, "positions": [200]}).status_code == 400
 
 
-def test_the_metric_of_a_patch_sweep_takes_texts(served, engine):
-    body = {
-        "source": {"prompt": "The cat ran"},
-        "target": {"prompt": "The big dog ran"},
-        "hook": "mlp_out",
-        "layers": [3],
-        "positions": [1],
-    }
-    by_id = {"token": engine.tokenizer.encode(" to")[0], "other": engine.tokenizer.encode(" away")[0]}
-    ids = served.post("/v1/patch_sweep", {**body, "metric": by_id}).json()
-    texts = served.post("/v1/patch_sweep", {**body, "metric": {"token": " to", "other": " away"}}).json()
-    one = served.post("/v1/patch_sweep", {**body, "metric": {"token": " to", "logprob": True}}).json()
-    keys = ("grid", "source", "target")
-    assert [ids[key] for key in keys] == [texts[key] for key in keys]
-    for key in ("source", "target"):
-        logprobs = engine.logits(engine.prompt_ids(body[key]["prompt"]))[-1].log_softmax(-1)
-        assert one[key] == pytest.approx(float(logprobs[by_id["token"]]), abs=1e-4)
-    for metric in ({"token": "two words"}, {"token": 10**6}, {"token": " to", "position": 4}):
-        error = served.post("/v1/patch_sweep", {**body, "metric": metric}).json()["error"]
-        assert error["param"] == "metric", error
-    with served.http as client:
-        for run in (ids, texts, one):
-            assert client.delete(f"/v1/patch_source/{run['run']}").status_code == 200
-
-
 POSITIVE = [
     "The sun was warm and the children laughed.",
     "She smiled and hugged her happy little dog.",

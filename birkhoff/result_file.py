@@ -10,6 +10,7 @@ what its parts are; results of several texts hold the parts of each, numbered.""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -28,17 +29,19 @@ class FileParts(NamedTuple):
     facts: Any
 
 
-class SavedResult:
+class SavedResult(ABC):
     """A result with `save` and `load`. Subclasses give `kind`, `file_parts` and `from_file_parts`."""
 
     kind: ClassVar[str]
 
+    @abstractmethod
     def file_parts(self) -> FileParts:
-        raise NotImplementedError
+        """What `save` writes."""
 
     @classmethod
+    @abstractmethod
     def from_file_parts(cls, parts: FileParts) -> Self:
-        raise NotImplementedError
+        """The result that has these parts."""
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with JSON metadata; `load` of the same class reads it back. The file is complete

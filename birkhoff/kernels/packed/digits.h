@@ -471,7 +471,6 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
 #pragma GCC unroll 4
         for (int r = 0; r < X; r++) out[r * out_stride + w] = _mm512_reduce_add_ps(acc[w][r]);
 }
-
 #endif
 
 #if DIGITS
@@ -479,13 +478,14 @@ void few_digits(const Matrix &m, int64_t row, const DigitChunk *x, int64_t strid
 template <int T>
 void digit_rows(const Matrix &m, int64_t first, int64_t stop, const DigitChunk *x, int64_t stride, int n, float *out,
                 int64_t out_stride) {
-    constexpr int ROWS = VNNI ? 4 : 1, FOR_FOUR = VNNI ? 2 : 1;  // as many as registers hold
+    // Rows of the matrix at a time, as many as registers hold: with one row of x, and with four.
+    constexpr int ROWS = VNNI ? 4 : 1, ROWS_FOR_FOUR = VNNI ? 2 : 1;
     int64_t row = first;
     for (; row + ROWS <= stop; row += ROWS) {
         int r = 0;
         for (; r + 4 <= n; r += 4)
-            for (int w = 0; w < ROWS; w += FOR_FOUR)
-                few_digits<T, FOR_FOUR, 4>(m, row + w, x + r * stride, stride, out + r * out_stride + row + w, out_stride, r == 0);
+            for (int w = 0; w < ROWS; w += ROWS_FOR_FOUR)
+                few_digits<T, ROWS_FOR_FOUR, 4>(m, row + w, x + r * stride, stride, out + r * out_stride + row + w, out_stride, r == 0);
         for (; r < n; r++)
             few_digits<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride + row, out_stride, r == 0);
     }

@@ -30,6 +30,18 @@ def validate(
     goldens_form: Annotated[
         str, typer.Option(help="Form of saved goldens: safetensors, or npy with one file for each array.")
     ] = "safetensors",
+    engine: Annotated[
+        bool,
+        typer.Option(
+            help="Compare A's engine, as this machine runs it, with the reference kernels, alone and in batches."
+        ),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --engine: cpu or cuda; default: as the engine selects.")
+    ] = None,
+    kernels: Annotated[
+        str | None, typer.Option(help="With --engine: kernels of the engine; default: as it selects.")
+    ] = None,
     official: Annotated[
         Path | None, typer.Option(help="official.vec file; its prompts are read from the same directory.")
     ] = None,
@@ -44,9 +56,16 @@ def validate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Compute dtype of A: float32 or bfloat16; default: float32, with --engine as it selects."
+        ),
+    ] = None,
     against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.")] = None,
-    numerics: Annotated[str, typer.Option(help="plain or released.")] = "plain",
+    numerics: Annotated[
+        str | None, typer.Option(help="plain or released; default: plain, with --engine as it selects.")
+    ] = None,
     gate: Annotated[
         str | None,
         typer.Option(
@@ -59,10 +78,32 @@ def validate(
     html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Compare a checkpoint site by site with another, with transformers, or with goldens."""
+    """Compare a checkpoint site by site with another, with transformers, or with goldens; or its engine with the
+    reference kernels."""
     from birkhoff.validate.report import lines, to_html
     from birkhoff.validate.validate import validate as run_validation
 
+    if engine:
+        others = {
+            "B": b,
+            "--oracle": oracle,
+            "--goldens": goldens,
+            "--save-goldens": save_goldens,
+            "--official": official,
+            "--answers": answers or None,
+            "--against-dtype": against_dtype,
+            "--gate": gate,
+            "--html": html,
+        }
+        if given := [name for name, value in others.items() if value is not None]:
+            raise OptionError(
+                f"--engine compares A with the reference kernels; leave {', '.join(given)} away."
+            )
+        chosen = {"device": device, "kernels": kernels, "dtype": dtype, "numerics": numerics}
+        _check_engine(a, _read_tokens(tokens), length, seed, chosen, json)
+        return
+    if device is not None or kernels is not None:
+        raise OptionError("--device and --kernels are those of the engine: give --engine as well.")
     if answers and b is None:
         raise OptionError("answers are compared between two checkpoints: give B.")
     report: dict[str, Any] = {}
@@ -78,9 +119,9 @@ def validate(
             tokens=_read_tokens(tokens),
             length=length,
             seed=seed,
-            dtype=dtype,
+            dtype=dtype or "float32",
             against_dtype=against_dtype,
-            numerics=numerics,
+            numerics=numerics or "plain",
             gate=gate,
             explanations=explain,
         )
@@ -95,7 +136,9 @@ def validate(
                 for line in lines(result):
                     typer.echo(line)
     elif official is None:
-        raise OptionError("give B, --oracle, --goldens, --save-goldens or --official: A alone says nothing.")
+        raise OptionError(
+            "give B, --oracle, --goldens, --save-goldens, --engine or --official: A alone says nothing."
+        )
     if answers and b is not None:
         rows = _compare_answers(a, b, answers)
         report["answers"] = [vars(row) for row in rows]
@@ -111,6 +154,23 @@ def validate(
     if json:
         typer.echo(json_module.dumps({"ok": ok, **report}))
     if not ok:
+        raise typer.Exit(1)
+
+
+def _check_engine(
+    a: str,
+    tokens: list[int] | None,
+    length: int | None,
+    seed: int,
+    options: dict[str, str | None],
+    json: bool,
+) -> None:
+    from birkhoff.validate.engine_check import validate_engine
+
+    chosen: Any = {name: value for name, value in options.items() if value is not None}
+    result = validate_engine(a, tokens=tokens, length=length, seed=seed, **chosen)
+    typer.echo(json_module.dumps(result.to_dict()) if json else "\n".join(result.lines()))
+    if not result.ok:
         raise typer.Exit(1)
 
 

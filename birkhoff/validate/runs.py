@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from birkhoff.api.run_plan import free_bytes_of
+from birkhoff.byte_size import format_bytes
 from birkhoff.config import V4Config
-from birkhoff.errors import OptionError
+from birkhoff.errors import CapacityError, OptionError
 from birkhoff.hooks.sites import INDEX_SCORES, Site
 from birkhoff.hooks.tap import EagerTap, ReadingTap, RowReader
 from birkhoff.kernels.select import KernelSet, select
@@ -59,9 +61,22 @@ def build(
     numeric_options = Numerics(DTYPES[dtype], numerics == "released", select("reference"))
     with torch.device("meta"):
         model = Transformer(checkpoint.config, numeric_options, mtp=False)
+    _check_memory(model, checkpoint, dtype, device)
     model = model.allocate(device).eval()
     load_into(model.destinations(), checkpoint, skip=("mtp.",))
     return model
+
+
+def _check_memory(model: Transformer, checkpoint: Checkpoint, dtype: str, device: str) -> None:
+    """Refuse a model that does not fit: the reference kernels run unpacked weights."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    free = free_bytes_of(torch.device(device))
+    if needed > free:
+        raise CapacityError(
+            f"{checkpoint.path} has {format_bytes(needed)} of weights in {dtype}, which the reference kernels run "
+            f"unpacked, and {format_bytes(free)} are free on {device}. Compare a checkpoint with fewer layers: "
+            "birkhoff synth DIR --like flash --layers 2."
+        )
 
 
 def with_fault(model: Transformer, fault: Fault) -> Transformer:

@@ -77,14 +77,12 @@ def validate(
         )
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
-    if length is not None:
-        check_int("length", length, 1, 1 << 20)
     requested_gate = find_gate(gate) if gate is not None else None
     first = open_checkpoint(locate(a))
     second = open_checkpoint(locate(b)) if b is not None else None
     settings = _other_settings(first.config, second.config) if second is not None else []
     reference = read_goldens(goldens) if goldens is not None else None
-    ids = _tokens(first, reference, tokens, length, seed)
+    ids = checked_tokens(first, reference, tokens, length, seed)
     model = build(first, dtype, numerics, device)
     ours = run_model(model, ids, str(a))
     if save is not None:
@@ -105,7 +103,7 @@ def validate(
         theirs = run_model(other, ids, str(b))
     other_code = other is None and numerics == "released"
     chosen = requested_gate or default_gate(dtype, against, rounded, other_code)
-    result = compare(ours, theirs, chosen, first.config, _biases(first))
+    result = compare(ours, theirs, chosen, first.config, router_biases(first))
     result.notes += settings
     if not result.ok and explanations:
         # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
@@ -149,19 +147,24 @@ def _one_is_rounded(first: Checkpoint, second: Checkpoint) -> bool:
     return any(rounding(first[name]) != rounding(second[name]) for name in first if name in second)
 
 
-def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
+def router_biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
+    """Return the biases of the routers by layer, where there is one."""
     names = {layer: f"layers.{layer}.ffn.gate.bias" for layer in range(checkpoint.config.num_hidden_layers)}
     return {layer: checkpoint[name].read().float() for layer, name in names.items() if name in checkpoint}
 
 
-def _tokens(
+def checked_tokens(
     checkpoint: Checkpoint,
     reference: ForwardRun | None,
     tokens: Sequence[int] | None,
     length: int | None,
     seed: int,
+    room: int = 0,
 ) -> list[int]:
+    """Return the token ids to run: those of goldens, those given, or random ones that leave `room` in the context."""
     size = checkpoint.config.vocab_size
+    if length is not None:
+        check_int("length", length, 1, 1 << 20)
     if reference is not None:
         if tokens is not None:
             raise OptionError("goldens bring their own tokens; leave --tokens away.")
@@ -170,7 +173,7 @@ def _tokens(
         ids = list(tokens)
     else:
         count = default_length(checkpoint.config) if length is None else length
-        ids = random_tokens(size, min(count, checkpoint.config.max_position_embeddings), seed)
+        ids = random_tokens(size, min(count, checkpoint.config.max_position_embeddings - room), seed)
     bad = [token for token in ids if as_int(token) is None or not 0 <= token < size]
     if bad or not ids:
         raise TokenError(f"token id {bad[0] if bad else None!r} is outside the vocabulary of {size}.")

@@ -17,6 +17,9 @@ def synth(
     out: Annotated[Path, typer.Argument(help="Directory to write; it must not contain a checkpoint.")],
     like: Annotated[str, typer.Option(help="Size: flash, pro, nano or tiny.")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Number of layers; default: all.")] = None,
+    routed_experts: Annotated[
+        int | None, typer.Option(help="Number of routed experts of a layer; default: all.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same bytes.")] = 0,
     dense: Annotated[str, typer.Option(help="Format of dense matrices: fp8, bf16 or f32.")] = "fp8",
     experts: Annotated[str, typer.Option(help="Format of routed experts: fp4, fp8, bf16 or f32.")] = "fp4",
@@ -33,7 +36,7 @@ def synth(
     from birkhoff.weights.layout import expected_tensors
     from birkhoff.weights.safetensors import item_bytes
 
-    config = preset(like, layers, mtp)
+    config = preset(like, layers, mtp, routed_experts)
     sizes: dict[str, int] = {}
     stored_tensors = expected_tensors(config, dense, experts)
     for name, stored in stored_tensors.items():
@@ -44,6 +47,7 @@ def synth(
         "path": str(out),
         "like": like,
         "layers": config.num_hidden_layers,
+        "routed_experts": config.n_routed_experts,
         "seed": seed,
         "dense": dense,
         "experts": experts,
@@ -60,5 +64,7 @@ def synth(
     )
     if not dry_run:
         with progress_bar("writing") as advance:
-            write_synthetic(out, like, layers, seed, dense, experts, mtp, progress=advance)
+            write_synthetic(
+                out, like, layers, seed, dense, experts, mtp, progress=advance, routed_experts=routed_experts
+            )
     typer.echo(json_module.dumps(result) if json else str(out))

@@ -77,8 +77,10 @@ PRESETS: dict[str, V4Config] = {
 }
 
 
-def preset(like: str, layers: int | None = None, mtp: bool = True) -> V4Config:
-    """Return a named configuration, optionally with only its first layers or without MTP."""
+def preset(
+    like: str, layers: int | None = None, mtp: bool = True, routed_experts: int | None = None
+) -> V4Config:
+    """Return a named configuration, optionally with only its first layers, fewer experts or without MTP."""
     if like not in PRESETS:
         raise OptionError(f"like is {like!r}, expected one of {', '.join(PRESETS)}.")
     config = PRESETS[like]
@@ -91,4 +93,11 @@ def preset(like: str, layers: int | None = None, mtp: bool = True) -> V4Config:
             compress_ratios=config.compress_ratios[:layers],
             num_hash_layers=min(config.num_hash_layers, layers),
         )
+    if routed_experts is not None:
+        least, most = config.num_experts_per_tok, config.n_routed_experts
+        if as_int(routed_experts) is None or not least <= routed_experts <= most:
+            raise OptionError(
+                f"routed_experts is {routed_experts!r}, expected {least}, which a token uses, to {most} for {like}."
+            )
+        config = replace(config, n_routed_experts=routed_experts)
     return config if mtp else replace(config, num_nextn_predict_layers=0)

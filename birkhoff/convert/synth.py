@@ -45,10 +45,12 @@ def synth(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: bool = True,
     progress: Callable[[int, int], None] | None = None,
+    routed_experts: int | None = None,
 ) -> V4Config:
-    """Write a random checkpoint to directory `out` and return its config."""
+    """Write a random checkpoint to directory `out` and return its config. `layers` and `routed_experts`: fewer than the
+    model has."""
     check_int("seed", seed, 0, 2**63 - 1)
-    config = preset(like, layers, mtp)
+    config = preset(like, layers, mtp, routed_experts)
     check_space(Path(out), sum(stored.nbytes for stored in expected_tensors(config, dense, experts).values()))
     text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
     rows = RandomRows(config, seed, dense, experts)

@@ -153,7 +153,7 @@ def validate_engine(
     `tokens` or `length` and `seed` give the prompt, as in `validate`; `batches` are the numbers of requests that run at
     once. `engine` is one that was loaded from the model; by default it is loaded with `options`, those of `load`, and
     without prefix cache and speculation. The checkpoint must fit into host memory in float32: of a large model make one
-    with fewer layers (`birkhoff synth DIR --like flash --layers 2`)."""
+    with fewer layers and experts (`birkhoff synth DIR --like flash --layers 4 --routed-experts 8`)."""
     if not batches or min(batches) < 1:
         raise OptionError(f"batches is {list(batches)}, expected sizes of at least 1.")
     checkpoint = open_checkpoint(locate(model))

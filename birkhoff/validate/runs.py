@@ -74,8 +74,8 @@ def _check_memory(model: Transformer, checkpoint: Checkpoint, dtype: str, device
     if needed > free:
         raise CapacityError(
             f"{checkpoint.path} has {format_bytes(needed)} of weights in {dtype}, which the reference kernels run "
-            f"unpacked, and {format_bytes(free)} are free on {device}. Compare a checkpoint with fewer layers: "
-            "birkhoff synth DIR --like flash --layers 2."
+            f"unpacked, and {format_bytes(free)} are free on {device}. Compare a checkpoint with fewer layers "
+            "and experts: birkhoff synth DIR --like flash --layers 4 --routed-experts 8."
         )
 
 

@@ -127,12 +127,22 @@ def test_the_tokenizer_fits_the_vocabulary(loaded):
     assert max(ids) < 512 and tokenizer.decode(ids) == "héllo, 世界"
 
 
+def test_fewer_experts(tmp_path):
+    config = synth(tmp_path / "few", "tiny", layers=2, mtp=False, routed_experts=3)
+    checkpoint = open_checkpoint(tmp_path / "few")
+    assert checkpoint.config.n_routed_experts == config.n_routed_experts == 3
+    experts = {name.split(".")[4] for name in checkpoint if ".ffn.experts." in name}
+    assert experts == {"0", "1", "2"}
+    assert int(checkpoint["layers.0.ffn.gate.tid2eid"].read().max()) == 2
+
+
 def test_options_are_checked_before_anything_is_written(tmp_path):
     refused = {
         "seed": (-1, "seed is -1"),
         "like": ("x", "like is 'x'"),
         "dense": ("q8", "dense is 'q8'"),
         "layers": (99, "expected 1 to 6"),
+        "routed_experts": (1, "routed_experts is 1, expected 2, which a token uses, to 8"),
         "experts": ("int8", "experts is 'int8'"),
     }
     for option, (value, reason) in refused.items():

@@ -11,7 +11,7 @@ import typer
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import print_status
 from birkhoff.errors import DataError, OptionError
-from birkhoff.small_file import MANIFEST_BYTES, read_json
+from birkhoff.small_file import MANIFEST_BYTES, read_json, read_text
 
 if TYPE_CHECKING:
     from birkhoff.validate.greedy import GreedyResult
@@ -37,10 +37,14 @@ def validate(
         int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
     ] = 0,
     tokens: Annotated[Path | None, typer.Option(help="JSON file with the list of token ids to run.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file to run, up to --length tokens of it, instead of random tokens."),
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of random tokens, without --tokens; default: 194, or up to 512 to make the indexer choose."
+            help="Number of random tokens, or of --text; default: 194, or up to 512 to make the indexer choose."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
@@ -50,7 +54,8 @@ def validate(
     gate: Annotated[
         str | None,
         typer.Option(
-            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the formats."
+            help="Tolerances: float32, engine, bfloat16, trained, f16, q8_0, q5_0, q4_0 or released; default: from "
+            "the formats."
         ),
     ] = None,
     explain: Annotated[
@@ -76,6 +81,7 @@ def validate(
             save=save_goldens,
             save_form=goldens_form,
             tokens=_read_tokens(tokens),
+            text=_read_text(text),
             length=length,
             seed=seed,
             dtype=dtype,
@@ -124,6 +130,13 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     if not isinstance(ids, list):
         raise DataError(f"{path} holds a {type(ids).__name__}, expected a list of token ids.")
     return ids
+
+
+def _read_text(path: Path | None) -> str | None:
+    try:
+        return None if path is None else read_text(path, MANIFEST_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text ({error}).") from None
 
 
 def _compare_answers(a: str, b: str, count: int) -> list[GreedyResult]:

@@ -7,7 +7,7 @@ after Sinkhorn, and nibbles can be permuted in several ways. Nothing is inferred
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
+from birkhoff.validate import mtp_faults
 from birkhoff.validate.compare import Explanation, relative_error
-from birkhoff.validate.runs import Fault, ForwardRun, run_model, with_fault
+from birkhoff.validate.runs import Fault, ForwardRun, next_token_input, run_model, run_mtp, with_fault
 
 CERTAIN = 1e-4  # below this share, no further mistakes are tried
 DISTANCE_SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
@@ -46,6 +47,7 @@ TEXTS = {
     "route-scale-missing": "the weights of experts are not multiplied by routed_scaling_factor",
     "swiglu-limit-missing": "the gate and up projections of experts are not clamped to swiglu_limit",
     "shared-expert-missing": "the shared expert's output is not added to that of the routed ones",
+    **mtp_faults.TEXTS,
 }
 
 
@@ -93,12 +95,42 @@ def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Ex
     """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first.
 
     If none does completely, those that leave less than half of the difference."""
+
+    def faulty_run(fault: Fault) -> ForwardRun:
+        return run_model(with_fault(model, fault), plain.tokens, fault.name)
+
+    return _explain(plain, other, faults(), faulty_run)
+
+
+def explain_mtp(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
+    """`explain` for the MTP block, run over the trunk's streams of `plain`; `other` is a run of the block alone.
+
+    A mistake of the trunk may be one of the block only, such as a mixer that is transposed there."""
+    assert plain.mtp is not None
+    streams = plain.sites["mhc_streams_final", model.config.num_hidden_layers - 1]
+    rows = len(other.tokens) - 1  # the last row is not compared: it has no token two ahead
+
+    def faulty_run(fault: Fault) -> ForwardRun:
+        only_input = fault.mtp_input is not next_token_input
+        faulty = model if only_input else with_fault(model, fault, mtp=True)
+        return run_mtp(faulty, streams, plain.tokens, fault.name, fault.mtp_input).leading(rows)
+
+    tried = mtp_faults.mtp_faults(model) + faults()
+    return _explain(plain.mtp.leading(rows), other.leading(rows), tried, faulty_run)
+
+
+def _explain(
+    plain: ForwardRun,
+    other: ForwardRun,
+    tried: Sequence[tuple[str, Fault]],
+    faulty_run: Callable[[Fault], ForwardRun],
+) -> list[Explanation]:
     before = distance(plain, other)
     if not before > 0:
         return []
     explanations: dict[str, Explanation] = {}
-    for variant, fault in faults():
-        after = distance(run_model(with_fault(model, fault), plain.tokens, variant), other)
+    for variant, fault in tried:
+        after = distance(faulty_run(fault), other)
         if after != after or after >= 0.5 * before:
             continue
         best = explanations.get(fault.name)
@@ -113,7 +145,7 @@ def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Ex
 
 
 def distance(a: ForwardRun, b: ForwardRun) -> float:
-    """Return the mean relative error over DISTANCE_SITES and the logits."""
+    """Return the mean relative error over DISTANCE_SITES and the logits; 0 if they have none in common."""
     errors = [
         relative_error(a.sites[key], b.sites[key])
         for key in b.sites
@@ -121,7 +153,7 @@ def distance(a: ForwardRun, b: ForwardRun) -> float:
     ]
     if a.logits is not None and b.logits is not None:
         errors.append(relative_error(a.logits, b.logits))
-    return sum(errors) / len(errors)
+    return sum(errors) / len(errors) if errors else 0.0
 
 
 def _shifted(field: str, by: int) -> Callable[[V4Config], V4Config]:
@@ -250,9 +282,9 @@ def _filled(ending: str, value: float) -> Callable[[str, torch.Tensor], torch.Te
 
 
 def _first_stream(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    if name == "hc_head_fn":
+    if name.removeprefix("mtp.0.") == "hc_head_fn":
         return torch.zeros_like(tensor)
-    if name == "hc_head_base":
+    if name.removeprefix("mtp.0.") == "hc_head_base":
         base = torch.full_like(tensor, -40.0)
         base[0] = 40.0
         return base

@@ -149,8 +149,12 @@ class SafetensorsWriter:
         prefix, self._entries = build_header(self.path, tensors, metadata)
         self._left = {name: entry.nbytes for name, entry in self._entries.items()}
         self._file: BinaryIO = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (closed by close or discard)
-        self._file.write(prefix)
-        self._file.truncate(len(prefix) + sum(self._left.values()))
+        try:
+            self._file.write(prefix)
+            self._file.truncate(len(prefix) + sum(self._left.values()))
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """Write `tensor` as rows [start, start + len) of the declared tensor. Each row is written exactly once."""

@@ -317,6 +317,23 @@ def test_options_are_checked(tiny, tmp_path, options, words):
         convert(tiny, tmp_path / "m.gguf", **options)
 
 
+@pytest.mark.parametrize("name", ["m.gguf", "m"])
+def test_fp4_has_one_name_for_both_targets_and_an_alias(tiny, tmp_path, name):
+    done = convert(tiny, tmp_path / "one" / name, experts="mxfp4", dry_run=True)
+    same = convert(tiny, tmp_path / "one" / name, experts="fp4", dry_run=True)
+    assert done == same and done.experts == "fp4" and done.bytes_by_class["experts"] == 313_344
+    other = (
+        "a directory takes fp4 (or mxfp4), fp8, bf16 or f32"
+        if name == "m.gguf"
+        else "a GGUF file takes fp4 (or mxfp4)"
+    )
+    with pytest.raises(OptionError) as raised:
+        convert(tiny, tmp_path / name, experts="q4_k")
+    assert "experts is 'q4_k', expected fp4 (or mxfp4), " in str(raised.value) and other in str(raised.value)
+    with pytest.raises(OptionError, match=r"dense is 'int8', expected .* takes (q8_0|fp8), bf16 or f32"):
+        convert(tiny, tmp_path / name, dense="int8")
+
+
 def test_the_check_at_the_end_sees_a_changed_byte(tiny, tmp_path):
     convert(tiny, tmp_path / "m.gguf", dense="bf16")
     source, output = open_checkpoint(tiny), open_checkpoint(tmp_path / "m.gguf")

@@ -108,6 +108,7 @@ class UnsupportedModel(ConfigError):
 
 class CheckpointError(BirkhoffError):
     code = "weights"
+    tensor = ""  # the stored tensor that it is about, if it is about one
 
 
 class TensorMissing(CheckpointError):

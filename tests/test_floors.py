@@ -34,6 +34,7 @@ SHARED = {
     "atomic_file",
     "option_checks",
     "dtype_names",
+    "free_disk",
     "json_limits",
     "small_file",
     "result_file",

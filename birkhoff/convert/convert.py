@@ -27,6 +27,7 @@ from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.released import SHARD_BYTES
+from birkhoff.weights.tensor_ref import naming_files
 
 NO_SPLIT = 1 << 62
 _TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "encoding/encoding_dsv4.py")
@@ -97,7 +98,8 @@ def convert(
     result, checked = WriteResult(), 0
     if not dry_run:
         _refuse_existing(plan)
-        result = run_conversion(plan, workers or min(4, os.cpu_count() or 1), exact, progress)
+        with naming_files(source):
+            result = run_conversion(plan, workers or min(4, os.cpu_count() or 1), exact, progress)
         checked = check_output(source, open_checkpoint(_opened_by(plan)), result.rounding)
     return Conversion(
         source=str(src),

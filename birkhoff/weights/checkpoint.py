@@ -26,7 +26,7 @@ from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.safetensors import TensorEntry, read_rows
 from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error, read_shards
 from birkhoff.weights.tensor_names import from_transformers
-from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor
+from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor, in_file
 
 _V41 = re.compile(r"(^|\.)(engram|vision|aligner)|gate\.bias_vl$")
 _MAX_MISSING = 1000  # stop counting here: a config of impossible size would make the walk endless
@@ -110,9 +110,15 @@ def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> C
     """Open a directory (index and shards, one file, or numbered shards), a safetensors file or a GGUF file."""
     path = Path(path).expanduser()
     if not path.exists():
+        link = f": it is a link to {path.readlink()}, where nothing is" if path.is_symlink() else ""
         raise CheckpointError(
-            f"{path} does not exist. A checkpoint is a directory with config.json and safetensors files, or a GGUF "
-            "file."
+            f"{path} does not exist{link}. A checkpoint is a directory with config.json and safetensors files, or a "
+            "GGUF file."
+        )
+    if not (path.is_dir() or path.is_file()):
+        raise CheckpointError(
+            f"{path} is neither a directory nor a regular file, expected a directory with config.json and safetensors "
+            "files, or a GGUF file. Give such a path."
         )
     if is_gguf(path):
         return _open_gguf(path, on_error)
@@ -183,7 +189,7 @@ def check_layout(
             if len(missing) >= _MAX_MISSING:
                 break
         except CheckpointError as error:
-            on_error(error)
+            on_error(in_file(error, tensors))
     if missing:
         more = "at least " if len(missing) >= _MAX_MISSING else ""
         on_error(

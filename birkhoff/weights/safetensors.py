@@ -78,7 +78,8 @@ def read_header(path: str | Path) -> SafetensorsHeader:
     try:
         return _parse(path, *_read_header_bytes(path))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.") from None
+        link = f" (it is a link to {os.readlink(path)}, where nothing is)" if path.is_symlink() else ""
+        raise CheckpointError(f"{path.name} is missing in {path.parent}{link}. Download it again.") from None
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Check that it is a readable file."

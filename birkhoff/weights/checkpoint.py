@@ -133,6 +133,7 @@ def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> C
     shards = read_shards(path, on_error)
     notices += shards.notices
     entries, dialect = _translate(shards.tensors, on_error)
+    config = _untied(entries, config, notices)
     drafter = describe_drafter(entries, read_json(folder / "config.json")) if is_drafter(entries) else None
     config = _select_mtp(entries, config, notices, drafter)
     refs = SafetensorsRefs(entries)
@@ -255,6 +256,21 @@ def _rename(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> dict[str,
             )
         entries[ours] = entry
     return entries
+
+
+def _untied(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:
+    """A model whose head is its embedding, as one with a head of its own: `head.weight` is read from the embedding.
+
+    `transformers` does not store such a head, and does not read one that is stored."""
+    embed = entries.get("embed.weight")
+    if not config.tie_word_embeddings or embed is None:
+        return config
+    unused = ", and the head.weight of the files was skipped" if "head.weight" in entries else ""
+    notices.append(
+        f"config.json ties the head to the embedding: head.weight is read from embed.weight{unused}."
+    )
+    entries["head.weight"] = embed
+    return replace(config, tie_word_embeddings=False)
 
 
 def _select_mtp(

@@ -140,6 +140,23 @@ def run_model(model: Transformer, tokens: Sequence[int], label: str) -> ForwardR
     return ForwardRun(label, tuple(tokens), sites, logits, mtp)
 
 
+def run_layer(
+    model: Transformer, layer: int, streams: torch.Tensor, tokens: Sequence[int], label: str
+) -> ForwardRun:
+    """Run one layer over the streams [T, m, d] that enter it, recording its sites and the streams that leave it."""
+    sites: Sites = {}
+    batch = Batch.whole(torch.tensor(list(tokens), device=model.device))
+    phases = model.rope.step(batch.positions)
+    with torch.no_grad():
+        entering = streams.to(model.device, model.dtype)
+        leaving = model.blocks()[layer](entering, batch, phases, Fresh(), _recording(sites).at(layer))
+    last = layer + 1 == model.config.num_hidden_layers
+    sites[("mhc_streams_final", layer) if last else ("mhc_streams_pre_attn", layer + 1)] = (
+        leaving.float().cpu()
+    )
+    return ForwardRun(label, tuple(tokens), sites, None)
+
+
 def run_mtp(
     model: Transformer,
     streams: torch.Tensor,

@@ -17,9 +17,10 @@ import torch
 from birkhoff.api.load import load_tokenizer
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TokenError
+from birkhoff.hooks.sites import BY_NAME
 from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import as_int, check_int
-from birkhoff.validate.compare import Comparison, Explanation, compare
+from birkhoff.validate.compare import Comparison, Explanation, SiteComparison, compare
 from birkhoff.validate.faults import explain, explain_mtp
 from birkhoff.validate.gates import default_gate, find_gate, type_bits
 from birkhoff.validate.goldens import read_goldens, save_goldens
@@ -123,16 +124,27 @@ def validate(
         sides = [(other, theirs, ours)] if other is not None else []
         for runnable, plain, target in [*sides, (model, ours, theirs)]:
             if not any(explanation.complete for explanation in result.explanations):
-                found = _explain(runnable, plain, target, result.trunk_ok)
+                found = _explain(runnable, plain, target, result)
                 result.explanations = found or result.explanations
     return result
 
 
-def _explain(model: Transformer, plain: ForwardRun, target: ForwardRun, trunk_ok: bool) -> list[Explanation]:
+def _explain(
+    model: Transformer, plain: ForwardRun, target: ForwardRun, result: Comparison
+) -> list[Explanation]:
     """Explain the difference of the trunk; where the trunks agree, that of the MTP block."""
-    if not trunk_ok:
-        return explain(model, plain, target)
+    if not result.trunk_ok:
+        return explain(model, plain, target, _layer_of(result.diverging))
     return [] if plain.mtp is None or target.mtp is None else explain_mtp(model, plain, target.mtp)
+
+
+def _layer_of(first: SiteComparison | None) -> int | None:
+    """The layer that computes the first diverging site; None for the embedding and for the head."""
+    if first is None:
+        return None
+    if first.site == "mhc_streams_pre_attn":
+        return first.layer - 1 if first.layer > 0 else None
+    return first.layer if first.site == "mhc_streams_final" or not BY_NAME[first.site].once else None
 
 
 def _other_settings(first: V4Config, second: V4Config) -> list[str]:

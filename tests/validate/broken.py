@@ -58,8 +58,10 @@ class NeverBack:
         return right(x, cos, sin, **options)
 
 
-def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
-    """Run the checkpoint in a port with this mistake."""
+def broken_run(
+    name: str, path: Path, tokens: list[int], inputs: dict[int, torch.Tensor] | None = None
+) -> ForwardRun:
+    """Run the checkpoint in a port with this mistake. `inputs` replace the streams that enter layers."""
     checkpoint = open_checkpoint(path)
     config = replace(checkpoint.config, **OTHER_CONFIG.get(name, {}))
     checkpoint = Checkpoint(path, config, checkpoint.dialect, checkpoint._tensors, [], checkpoint.files)
@@ -96,6 +98,10 @@ def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
     if name == "shared-expert-missing":
         for block in model.model.layers:
             block.mlp.shared_experts.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
+    for layer, streams in (inputs or {}).items():
+        model.model.layers[layer].register_forward_pre_hook(
+            lambda _, args, streams=streams: (streams.unsqueeze(0).contiguous(), *args[1:])
+        )
     rotation = {"rope-half-split": half_split, "output-not-unrotated": NeverBack()}.get(name)
     if rotation is None:
         return run_oracle_model(model, tokens)

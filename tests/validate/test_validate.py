@@ -53,6 +53,30 @@ def test_a_broken_port_is_named(name, tiny, tmp_path):
     assert result.explanations[0].left < 0.01 and TEXTS[name] in "\n".join(lines(result))
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("mixer-transposed", 1),
+        ("window-size", 2),
+        ("sink-zero", 0),
+        ("nibble-order", 5),
+        ("compress-theta", 3),
+    ],
+)
+def test_a_mistake_in_a_port_of_one_layer_is_named(name, layer, tiny, tmp_path):
+    """The layer is run by a broken port on correct input; only what it computes is compared."""
+    tokens = random_tokens(512, LENGTH)
+    streams = run_model(build(open_checkpoint(tiny)), tokens, "tiny").sites["mhc_streams_pre_attn", layer]
+    broken = broken_run(name, tiny, tokens, {layer: streams})
+    after = ("mhc_streams_final", 5) if layer == 5 else ("mhc_streams_pre_attn", layer + 1)
+    kept = {key: x for key, x in broken.sites.items() if key[1] == layer or key == after}
+    save_goldens(ForwardRun("port", tuple(tokens), kept, None), tmp_path / "goldens")
+    result = validate(tiny, goldens=tmp_path / "goldens")
+    assert not result.ok and result.diverging.layer in (layer, after[1])
+    assert [found.name for found in result.explanations] == [name], lines(result)
+    assert result.explanations[0].variant.endswith(f", in layer {layer} alone")
+
+
 def broken_copy(tiny: Path, tmp_path: Path, name: str) -> Path:
     path = Path(shutil.copytree(tiny, tmp_path / "broken"))
 

@@ -101,7 +101,7 @@ def faults() -> list[tuple[str, Fault]]:
     ]
 
 
-class Trial(NamedTuple):
+class RunPair(NamedTuple):
     """Two runs whose difference is to be explained; `where` is added to the form of a mistake that explains it."""
 
     plain: ForwardRun
@@ -116,13 +116,13 @@ def explain(
 
     If none does completely, those that leave less than half of the difference. A mistake is also tried in `layer`
     alone, on the streams of the correct run: a port of single layers starts there, and an error of one layer does."""
-    trials = [Trial(_sites(plain, DISTANCE_SITES), _sites(other, DISTANCE_SITES))]
+    pairs = [RunPair(_sites(plain, DISTANCE_SITES), _sites(other, DISTANCE_SITES))]
     if layer is not None:
         entering = plain.sites["mhc_streams_pre_attn", layer]
         correct = run_layer(model, layer, entering, plain.tokens, plain.label)
         kept = {key: other.sites[key] for key in correct.sites if key in other.sites and key[0] != "moe_topk"}
         local = ForwardRun(other.label, other.tokens, kept, None)
-        trials.append(Trial(correct, local, f", in layer {layer} alone"))
+        pairs.append(RunPair(correct, local, f", in layer {layer} alone"))
 
     def faulty_runs(fault: Fault) -> Iterator[ForwardRun]:
         faulty = with_fault(model, fault)
@@ -130,7 +130,7 @@ def explain(
         if layer is not None:
             yield run_layer(faulty, layer, entering, plain.tokens, fault.name)
 
-    return _explain(trials, faults(), faulty_runs)
+    return _explain(pairs, faults(), faulty_runs)
 
 
 def explain_mtp(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
@@ -146,30 +146,30 @@ def explain_mtp(model: Transformer, plain: ForwardRun, other: ForwardRun) -> lis
         faulty = model if only_input else with_fault(model, fault, mtp=True)
         yield run_mtp(faulty, streams, plain.tokens, fault.name, fault.mtp_input).leading(rows)
 
-    trial = Trial(plain.mtp.leading(rows), _sites(other, DISTANCE_SITES).leading(rows))
-    return _explain([trial], mtp_faults.mtp_faults(model) + faults(), faulty_runs)
+    pair = RunPair(plain.mtp.leading(rows), _sites(other, DISTANCE_SITES).leading(rows))
+    return _explain([pair], mtp_faults.mtp_faults(model) + faults(), faulty_runs)
 
 
 def _explain(
-    trials: Sequence[Trial],
+    pairs: Sequence[RunPair],
     tried: Sequence[tuple[str, Fault]],
     faulty_runs: Callable[[Fault], Iterator[ForwardRun]],
 ) -> list[Explanation]:
-    """Return the explanations of the first trial, and the complete ones of the others."""
-    differences = [distance(trial.plain, trial.other) for trial in trials]
+    """Return the explanations of the first pair, and the complete ones of the others."""
+    differences = [distance(pair.plain, pair.other) for pair in pairs]
     if not any(before > 0 for before in differences):
         return []
     explanations: dict[str, Explanation] = {}
     for variant, fault in tried:
-        for trial, before, run in zip(trials, differences, faulty_runs(fault)):
-            after = distance(run, trial.other)
+        for pair, before, run in zip(pairs, differences, faulty_runs(fault)):
+            after = distance(run, pair.other)
             if not before > 0 or after != after or after >= 0.5 * before:
                 continue
             found = Explanation(
-                fault.name, variant + trial.where, after / before, before, after, TEXTS[fault.name]
+                fault.name, variant + pair.where, after / before, before, after, TEXTS[fault.name]
             )
             best = explanations.get(fault.name)
-            if (found.complete or not trial.where) and (best is None or found.left < best.left):
+            if (found.complete or not pair.where) and (best is None or found.left < best.left):
                 explanations[fault.name] = found
             if found.complete:
                 break

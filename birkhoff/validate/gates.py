@@ -1,8 +1,8 @@
 """Tolerances for comparisons, one set per kind of comparison.
 
-The gates of stored types are about twice the worst of five to eight runs over 290 random tokens on the embedded model,
-trunk and MTP block together. Random tokens make a trained model choose between experts and tokens that are nearly equal, so
-its KL divergence is four to ten times that on text: the gate `trained` is for text.
+The gates of stored types are about twice the worst of five to eight runs over 290 random tokens on the embedded
+model, trunk and MTP block together. Random tokens make a trained model choose between experts and tokens that are
+nearly equal, so its KL divergence is four to ten times that on text: the gate `trained` is for text.
 """
 
 from __future__ import annotations

@@ -414,8 +414,10 @@ def _check(c: V4Config) -> None:
         refuse(f"scoring_func is {c.scoring_func!r}, expected 'sqrtsoftplus'.")
     if not c.norm_topk_prob:
         refuse("norm_topk_prob is false; V4 always normalises routing weights.")
-    if c.tie_word_embeddings or c.attention_bias:
-        refuse("tie_word_embeddings and attention_bias must be false: V4 has an untied head and no biases.")
+    if type(c.tie_word_embeddings) is not bool:
+        refuse(f"tie_word_embeddings is {c.tie_word_embeddings!r}, expected true or false.")
+    if c.attention_bias:
+        refuse("attention_bias must be false: V4 has no biases.")
     if type(c.num_nextn_predict_layers) is not int or c.num_nextn_predict_layers < 0:
         refuse(f"num_nextn_predict_layers is {c.num_nextn_predict_layers!r}, expected 0 or more.")
     if c.rope_scaling is not None:

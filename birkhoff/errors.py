@@ -38,6 +38,7 @@
     │   └── CaptureSettings      capture-settings  a directory created with other settings
     ├── ConvertError             convert           an output that cannot be started, resumed or verified
     ├── CapacityError            engine-full       a request for more cache than exists
+    ├── DiskFull                 disk-full         too little space on disk (also a ConvertError and a CapacityError)
     ├── EngineClosed             engine-closed     a call after close()
     ├── LogitsError              logits-invalid    NaN logits, or no token left to sample, in one request
     └── TextUnavailable          text-unavailable  a text call on a checkpoint without a tokenizer
@@ -107,6 +108,7 @@ class UnsupportedModel(ConfigError):
 
 class CheckpointError(BirkhoffError):
     code = "weights"
+    tensor = ""  # the stored tensor that it is about, if it is about one
 
 
 class TensorMissing(CheckpointError):
@@ -274,6 +276,10 @@ class ConvertError(BirkhoffError):
 
 class CapacityError(BirkhoffError):
     code = "engine-full"
+
+
+class DiskFull(ConvertError, CapacityError):
+    code = "disk-full"
 
 
 class EngineClosed(BirkhoffError):

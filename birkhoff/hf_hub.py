@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import fnmatch
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.errors import CapacityError, HubError, OptionError, quoted
+from birkhoff.errors import HubError, OptionError, quoted
+from birkhoff.free_disk import check_free_disk, naming_full_disk
 from birkhoff.small_file import INDEX_BYTES, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -32,6 +32,8 @@ _WEIGHT_SUFFIXES = tuple(
 _GGUF_PART = re.compile(r"(.+?)(?:-\d{5}-of-(\d{5}))?\.gguf")
 _MAX_SIDE_FILE = 64 * 2**20  # a larger file beside the weights is taken only if it is asked for
 _DISK_RESERVE = 2**28  # left free after a download
+OTHER_CACHE = "Free some, or put the cache on another disk: HF_HUB_CACHE=/path."
+CONTINUE = "The same command continues with the files that are not there yet."
 _WORKERS = 4
 
 ProgressCallback = Callable[[int, int], None]  # (bytes done, bytes in total)
@@ -185,18 +187,12 @@ class RemoteRepo:
         return [file for file in files if not (blobs / self._blobs[file]).exists()]
 
     def check_disk(self, files: Iterable[str]) -> tuple[int, int]:
-        """Bytes to download and bytes free; raises `CapacityError` if the disk of the cache is too small."""
-        needed = sum(self.files[file] for file in self.missing(files))
-        folder = cache_folder()
-        while not folder.exists():
-            folder = folder.parent
-        free = shutil.disk_usage(folder).free
-        if needed + _DISK_RESERVE > free:
-            raise CapacityError(
-                f"{self.where} needs {format_bytes(needed)} more on disk, and {format_bytes(free)} are free in "
-                f"{cache_folder()}. Free some, or put the cache on another disk: HF_HUB_CACHE=/path."
-            )
-        return needed, free
+        """Bytes to download and bytes free; raises `DiskFull` if the disk of the cache is too small."""
+        needed = self._missing_bytes(files)
+        return needed, check_free_disk(self.where, cache_folder(), needed, OTHER_CACHE, _DISK_RESERVE)
+
+    def _missing_bytes(self, files: Iterable[str]) -> int:
+        return sum(self.files[file] for file in self.missing(files))
 
     def download(self, files: Sequence[str], progress: ProgressCallback | None = None) -> Path:
         """Download files into the cache and return the snapshot folder.
@@ -210,8 +206,11 @@ class RemoteRepo:
         pool = ThreadPoolExecutor(_WORKERS)
         try:
             tasks = [pool.submit(self._download_file, file, counter) for file in files]
-            for task in tasks:
-                task.result()
+            with naming_full_disk(
+                self.where, cache_folder(), lambda: self._missing_bytes(files), f"{OTHER_CACHE} {CONTINUE}"
+            ):
+                for task in tasks:
+                    task.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         snapshot = _cached_snapshot(self.where)

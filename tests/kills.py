@@ -1,7 +1,8 @@
 """`kill -9` at random moments: real processes, real files. Nothing acknowledged is lost, and what is resumed is equal.
 
-`python -m tests.kills --kills 40` kills each of five victims that often and prints a table: a server with captures and
-steering, a capture writer, a conversion, a download and a training. Most victims are forked, so that a kill costs
+`python -m tests.kills --kills 40` kills each of six victims that often and prints a table: a server with captures and
+steering, a capture writer, a conversion, a random checkpoint, a download and a training. What a killed process was
+making is refused by its reader. Most victims are forked, so that a kill costs
 seconds and not the import of a library.
 """
 
@@ -36,6 +37,8 @@ from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.convert.convert import _plan
 from birkhoff.convert.synth import synth
 from birkhoff.convert.write import journal_path, run_conversion
+from birkhoff.errors import BirkhoffError
+from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
 from birkhoff.server.process import serve
 from birkhoff.server.server_settings import ServerSettings
@@ -170,7 +173,7 @@ def kill_conversions(root: Path, kills: int, dice: random.Random) -> Count:
     synth(root / "tiny", "tiny", seed=9)
 
     def run(out: Path, units: Units | None = None) -> None:
-        formats = ("gguf", "mxfp4", "bf16") if out.suffix else ("safetensors", "bf16", "fp8")
+        formats = ("gguf", "fp4", "bf16") if out.suffix else ("safetensors", "bf16", "fp8")
         plan = _plan(open_checkpoint(root / "tiny"), out, *formats, "upstream", True, 400_000)
         run_conversion(plan, 2, False, progress=units, sync_bytes=20_000)
 
@@ -193,11 +196,42 @@ def kill_conversions(root: Path, kills: int, dice: random.Random) -> Count:
             count.kills += 1
             if complete(out):  # another start would refuse to overwrite it
                 break
+            count.unequal += loads(open_checkpoint, out)
         if not complete(out):
             run(out)
         count.acknowledged += 1
         count.unequal += digests(out.parent) != expected[name]
         shutil.rmtree(out.parent)
+    return count
+
+
+def loads(reader: Callable[[Path], object], path: Path) -> bool:
+    """Whether a reader accepts what a killed process left."""
+    try:
+        reader(path)
+    except BirkhoffError:
+        return False
+    return True
+
+
+def kill_synths(root: Path, kills: int, dice: random.Random) -> Count:
+    """A random checkpoint is killed while it is written, and started again from the beginning."""
+    count = Count("synth")
+    synth(root / "whole", "tiny", seed=9, shard_bytes=200_000)
+    expected = digests(root / "whole")
+    while count.kills < kills:
+        again = root / "again"
+        for _ in range(min(4, kills - count.kills)):
+            work = lambda units, again=again: synth(  # noqa: E731
+                again, "tiny", seed=9, shard_bytes=200_000, progress=units
+            )
+            count.in_time += kill_within(work, dice.randrange(1, 250), dice)
+            count.kills += 1
+            count.unequal += loads(open_checkpoint, again)
+        synth(again, "tiny", seed=9, shard_bytes=200_000)
+        count.acknowledged += 1
+        count.unequal += digests(again) != expected
+        shutil.rmtree(again)
     return count
 
 
@@ -260,6 +294,7 @@ def kill_trainings(root: Path, kills: int, dice: random.Random) -> Count:
             work = lambda units, again=again: train_sae(Rows(each=units), options, again, every=3)  # noqa: E731
             count.in_time += kill_within(work, dice.randrange(1, 50), dice)
             count.kills += 1
+            count.unequal += loads(Sae.load, again)
         train_sae(Rows(), options, again, every=3)
         count.acknowledged += 1
         count.unequal += digests(again) != expected
@@ -351,6 +386,7 @@ def kill_servers(root: Path, kills: int, dice: random.Random) -> Count:
 VICTIMS: dict[str, Callable[[Path, int, random.Random], Count]] = {
     "training": kill_trainings,
     "convert": kill_conversions,
+    "synth": kill_synths,
     "capture": kill_captures,
     "pull": kill_downloads,
     "server": kill_servers,

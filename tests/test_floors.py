@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory "
+    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory free_disk "
     "hf_hub json_limits small_file result_file notebook extras",
     "offload",
     "model mhc",
@@ -34,6 +34,7 @@ SHARED = {
     "atomic_file",
     "option_checks",
     "dtype_names",
+    "free_disk",
     "json_limits",
     "small_file",
     "result_file",

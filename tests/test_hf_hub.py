@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from birkhoff.hf_hub import RepoPath, resolve
+from tests.capture.test_faults import small_disk  # noqa: F401 (a fixture)
 from tests.hub_server import HubServer, hub_server
 
 ROOT = Path(__file__).parent.parent
@@ -216,6 +217,23 @@ def test_the_disk_is_checked_before_a_download(server, tmp_path):
     )
     output = python(code, server, tmp_path)
     assert "more on disk" in output and "256.00 MiB are free" in output and "HF_HUB_CACHE" in output
+
+
+def test_a_disk_that_runs_full_during_a_download_is_named_and_the_rest_is_fetched_later(
+    server,
+    tiny,
+    small_disk,  # noqa: F811
+    tmp_path,
+):
+    cache = {"HF_HUB_CACHE": str(small_disk), "HF_XET_CACHE": str(tmp_path / "xet")}
+    output = refusal(PULL, server, tmp_path, **cache)
+    assert output.startswith("disk-full org/tiny needs ") and f"are free in {small_disk}" in output
+    assert "HF_HUB_CACHE=/path" in output and "The same command continues" in output
+    assert "is not complete" in refusal("resolve('org/tiny')", None, tmp_path, **cache)
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    python(PULL, server, tmp_path, **cache)
+    snapshot = Path(python("print(resolve('org/tiny'))", None, tmp_path, **cache).strip())
+    assert all((snapshot / f.name).read_bytes() == f.read_bytes() for f in tiny.iterdir())
 
 
 def test_files_of_a_model_are_selected(tiny, tmp_path):

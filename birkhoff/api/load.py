@@ -108,7 +108,7 @@ def load(
         chosen.prefix_cache,
         run.speculation.depth,
     )
-    tokenizer = _load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     core = _build_core(chosen, run, network, placed, cache)
     _warm_up(core)
     if reader is not None:
@@ -204,7 +204,7 @@ def _load_with_vllm(model: str | Path, path: Path, options: EngineOptions) -> En
         config, tokenizer, chat = read_hf_config(path, text.first_id), text.tokenizer, text.chat
     else:
         checkpoint = open_checkpoint(path)
-        config, tokenizer = checkpoint.config, _load_tokenizer(checkpoint)
+        config, tokenizer = checkpoint.config, load_tokenizer(checkpoint)
         texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
         chat = None if tokenizer is None else V4Chat(tokenizer, texts, config.max_position_embeddings)
     started = start(settings)
@@ -456,7 +456,7 @@ def _requests(options: EngineOptions) -> str:
     return "1 request" if options.max_requests == 1 else f"{options.max_requests} requests"
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     size = checkpoint.config.vocab_size
     if checkpoint.tokenizer_json is not None:
         return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)

@@ -19,10 +19,14 @@ def convert(
         str | None, typer.Option(help="gguf or safetensors; default: from the name of DST.")
     ] = None,
     experts: Annotated[
-        str | None, typer.Option(help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.")
+        str | None,
+        typer.Option(
+            help="Routed experts: fp4 (MXFP4 in GGUF; also called mxfp4), bf16 or f32; in a directory also fp8."
+        ),
     ] = None,
     dense: Annotated[
-        str | None, typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.")
+        str | None,
+        typer.Option(help="Dense matrices: bf16 or f32; in GGUF also q8_0, in a directory also fp8."),
     ] = None,
     preset: Annotated[str, typer.Option(help="GGUF dialect: upstream or ds4.")] = "upstream",
     mtp: Annotated[bool, typer.Option(help="Include multi-token prediction (GGUF: NAME-mtp.gguf).")] = True,

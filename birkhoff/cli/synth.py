@@ -30,6 +30,7 @@ def synth(
     json: Json = False,
 ) -> None:
     """Write a checkpoint with random weights in the released tensor names and formats."""
+    from birkhoff.convert.formats import resolve_format
     from birkhoff.convert.presets import preset
     from birkhoff.convert.synth import synth as write_synthetic
     from birkhoff.weights.inspect import tensor_class
@@ -37,6 +38,10 @@ def synth(
     from birkhoff.weights.safetensors import item_bytes
 
     config = preset(like, layers, mtp, routed_experts)
+    dense, experts = (
+        resolve_format(option, name, "safetensors")
+        for option, name in (("dense", dense), ("experts", experts))
+    )
     sizes: dict[str, int] = {}
     stored_tensors = expected_tensors(config, dense, experts)
     for name, stored in stored_tensors.items():

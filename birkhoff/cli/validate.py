@@ -11,7 +11,7 @@ import typer
 from birkhoff.cli.options import Json
 from birkhoff.cli.terminal import print_status
 from birkhoff.errors import DataError, OptionError
-from birkhoff.small_file import MANIFEST_BYTES, read_json
+from birkhoff.small_file import MANIFEST_BYTES, read_json, read_text
 
 if TYPE_CHECKING:
     from birkhoff.validate.greedy import GreedyResult
@@ -49,10 +49,14 @@ def validate(
         int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
     ] = 0,
     tokens: Annotated[Path | None, typer.Option(help="JSON file with the list of token ids to run.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file to run, up to --length tokens of it, instead of random tokens."),
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of random tokens, without --tokens; default: 194, or up to 512 to make the indexer choose."
+            help="Number of random tokens, or of --text; default: 194, or up to 512 to make the indexer choose."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
@@ -69,7 +73,8 @@ def validate(
     gate: Annotated[
         str | None,
         typer.Option(
-            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the formats."
+            help="Tolerances: float32, engine, bfloat16, trained, f16, q8_0, q5_0, q4_0 or released; default: from "
+            "the formats."
         ),
     ] = None,
     explain: Annotated[
@@ -100,7 +105,7 @@ def validate(
                 f"--engine compares A with the reference kernels; leave {', '.join(given)} away."
             )
         chosen = {"device": device, "kernels": kernels, "dtype": dtype, "numerics": numerics}
-        _check_engine(a, _read_tokens(tokens), length, seed, chosen, json)
+        _check_engine(a, _read_tokens(tokens), _read_text(text), length, seed, chosen, json)
         return
     if device is not None or kernels is not None:
         raise OptionError("--device and --kernels are those of the engine: give --engine as well.")
@@ -117,6 +122,7 @@ def validate(
             save=save_goldens,
             save_form=goldens_form,
             tokens=_read_tokens(tokens),
+            text=_read_text(text),
             length=length,
             seed=seed,
             dtype=dtype or "float32",
@@ -160,6 +166,7 @@ def validate(
 def _check_engine(
     a: str,
     tokens: list[int] | None,
+    text: str | None,
     length: int | None,
     seed: int,
     options: dict[str, str | None],
@@ -168,7 +175,7 @@ def _check_engine(
     from birkhoff.validate.engine_check import validate_engine
 
     chosen: Any = {name: value for name, value in options.items() if value is not None}
-    result = validate_engine(a, tokens=tokens, length=length, seed=seed, **chosen)
+    result = validate_engine(a, tokens=tokens, text=text, length=length, seed=seed, **chosen)
     typer.echo(json_module.dumps(result.to_dict()) if json else "\n".join(result.lines()))
     if not result.ok:
         raise typer.Exit(1)
@@ -184,6 +191,13 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     if not isinstance(ids, list):
         raise DataError(f"{path} holds a {type(ids).__name__}, expected a list of token ids.")
     return ids
+
+
+def _read_text(path: Path | None) -> str | None:
+    try:
+        return None if path is None else read_text(path, MANIFEST_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text ({error}).") from None
 
 
 def _compare_answers(a: str, b: str, count: int) -> list[GreedyResult]:

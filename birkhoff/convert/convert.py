@@ -16,6 +16,7 @@ from typing import Any
 
 from birkhoff.convert.check import check_output
 from birkhoff.convert.conversion_plan import ConversionPlan
+from birkhoff.convert.formats import DEFAULTS, resolve_format
 from birkhoff.convert.to_gguf import GGUFPlan
 from birkhoff.convert.to_safetensors import plan_safetensors
 from birkhoff.convert.write import WriteResult, journal_path, run_conversion
@@ -26,8 +27,8 @@ from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.locate import locate
 from birkhoff.weights.released import SHARD_BYTES
+from birkhoff.weights.tensor_ref import naming_files
 
-DEFAULTS = {"gguf": {"experts": "mxfp4", "dense": "q8_0"}, "safetensors": {"experts": "fp4", "dense": "fp8"}}
 NO_SPLIT = 1 << 62
 _TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "encoding/encoding_dsv4.py")
 _MAX_TEXT_BYTES = 64 << 20
@@ -75,7 +76,9 @@ def convert(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint. `to` is "gguf" or "safetensors"; by default it follows from the suffix of `dst`."""
+    """Convert a checkpoint. `to` is "gguf" or "safetensors"; by default it follows from the suffix of `dst`.
+
+    `experts` and `dense` are formats of `formats.py`; by default those of the release, in GGUF fp4 and q8_0."""
     destination = Path(dst).expanduser()
     to = to or _format_of(destination)
     if to not in DEFAULTS:
@@ -88,14 +91,15 @@ def convert(
         check_int("shard_bytes", shard_bytes)
     if workers is not None:
         check_int("workers", workers, 1, 64)
-    experts = experts or DEFAULTS[to]["experts"]
-    dense = dense or DEFAULTS[to]["dense"]
+    experts = resolve_format("experts", experts or DEFAULTS[to]["experts"], to)
+    dense = resolve_format("dense", dense or DEFAULTS[to]["dense"], to)
     source = open_checkpoint(locate(src))
     plan = _plan(source, destination, to, experts, dense, preset, mtp, shard_bytes)
     result, checked = WriteResult(), 0
     if not dry_run:
         _refuse_existing(plan)
-        result = run_conversion(plan, workers or min(4, os.cpu_count() or 1), exact, progress)
+        with naming_files(source):
+            result = run_conversion(plan, workers or min(4, os.cpu_count() or 1), exact, progress)
         checked = check_output(source, open_checkpoint(_opened_by(plan)), result.rounding)
     return Conversion(
         source=str(src),

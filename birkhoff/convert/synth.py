@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from birkhoff.atomic_file import write_atomic
 from birkhoff.config import V4Config
+from birkhoff.convert.formats import resolve_format
 from birkhoff.convert.presets import preset
-from birkhoff.convert.write import check_space
+from birkhoff.free_disk import check_free_disk, naming_full_disk
 from birkhoff.kernels import quant
 from birkhoff.option_checks import check_int
 from birkhoff.text.bytes import byte_tokenizer_json
@@ -51,14 +51,17 @@ def synth(
     model has."""
     check_int("seed", seed, 0, 2**63 - 1)
     config = preset(like, layers, mtp, routed_experts)
-    check_space(Path(out), sum(stored.nbytes for stored in expected_tensors(config, dense, experts).values()))
-    text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
-    rows = RandomRows(config, seed, dense, experts)
-    write_released(
-        out, config, rows, dense=dense, experts=experts, shard_bytes=shard_bytes, progress=progress
+    dense, experts = (
+        resolve_format(option, name, "safetensors")
+        for option, name in (("dense", dense), ("experts", experts))
     )
-    if text is not None:
-        write_atomic(Path(out) / "tokenizer.json", text)
+    out = Path(out)
+    needed = sum(stored.nbytes for stored in expected_tensors(config, dense, experts).values())
+    check_free_disk(out, out, needed)
+    texts = {"tokenizer.json": byte_tokenizer_json(config.vocab_size)} if tokenizer else {}
+    rows = RandomRows(config, seed, dense, experts)
+    with naming_full_disk(out, out, lambda: needed):
+        write_released(out, config, rows, dense, experts, shard_bytes, progress, texts)
     return config
 
 

@@ -40,7 +40,7 @@ from birkhoff.weights.gguf_text import tokenizer_metadata
 from birkhoff.weights.inspect import tensor_class
 from birkhoff.weights.layout import ModelTensor, model_tensors, scale_name
 
-EXPERTS = {"mxfp4": "MXFP4", "fp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
+EXPERTS = {"fp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 DENSE = {"q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
 PRESETS = ("upstream", "ds4")
 MAX_KEPT_SCALE_BYTES = 64 << 20
@@ -64,10 +64,6 @@ class GGUFPlan:
         mtp: bool,
         part_bytes: int,
     ):
-        if experts not in EXPERTS:
-            raise OptionError(f"experts is {experts!r}, expected one of mxfp4, bf16, f32 for GGUF.")
-        if dense not in DENSE:
-            raise OptionError(f"dense is {dense!r}, expected one of {', '.join(DENSE)} for GGUF.")
         if preset not in PRESETS:
             raise OptionError(f"preset is {preset!r}, expected one of {', '.join(PRESETS)}.")
         if preset == "ds4" and dense != "q8_0":

@@ -13,7 +13,6 @@ import glob
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.atomic_file import remove_partials, sync_directory, write_atomic
-from birkhoff.byte_size import format_bytes
 from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, RoundingStats
 from birkhoff.errors import BirkhoffError, ConvertError
+from birkhoff.free_disk import check_free_disk, naming_full_disk
 
 SYNC_BYTES = 256 << 20
 SYNC_SECONDS = 2.0
 QUEUED = 32  # queued units per thread, so that none idles during a flush; only running units hold memory
+CONTINUE = "Free some and run the same command again: it continues from what is written."
 Progress = Callable[[int, int], None]
 
 
@@ -78,7 +78,16 @@ def run_conversion(
     progress: Progress | None = None,
     sync_bytes: int = SYNC_BYTES,
 ) -> WriteResult:
-    """Write every unit that the journal does not list, then publish the files."""
+    """Write every unit that the journal does not list, then publish the files.
+
+    Raises `DiskFull` if the disk is too small, or runs full; what is written then stays for the next run."""
+    with naming_full_disk(plan.destination, plan.destination.parent, lambda: _missing_bytes(plan), CONTINUE):
+        return _run_conversion(plan, workers, exact, progress, sync_bytes)
+
+
+def _run_conversion(
+    plan: ConversionPlan, workers: int, exact: bool, progress: Progress | None, sync_bytes: int
+) -> WriteResult:
     began = time.perf_counter()
     for file in plan.files:
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +100,7 @@ def run_conversion(
             journal.unlink(missing_ok=True)  # created just now, and empty
             raise ConvertError(f"{plan.destination} already exists. Choose another name or remove it first.")
         try:
-            _check_disk(plan)
+            check_free_disk(plan.destination, plan.destination, _missing_bytes(plan))
         except ConvertError:
             if not finished:
                 journal.unlink(missing_ok=True)
@@ -114,26 +123,14 @@ def run_conversion(
     return result
 
 
-def _check_disk(plan: ConversionPlan) -> None:
-    """Raise `ConvertError` if the disk has too little space for what is not written yet."""
+def _missing_bytes(plan: ConversionPlan) -> int:
+    """The bytes of the plan's files that are not on disk yet."""
     needed = plan.nbytes
     for file in plan.files:
         for path in (file.path, partial_path(file.path)):
             if path.exists():
                 needed -= min(path.stat().st_blocks * 512, file.nbytes)
-    check_space(plan.destination, needed)
-
-
-def check_space(destination: Path, needed: int) -> None:
-    """Raise `ConvertError` if the disk of `destination`, which need not exist, has less than `needed` bytes free."""
-    path = destination.absolute()
-    folder = next(folder for folder in (path, *path.parents) if folder.exists())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConvertError(
-            f"{destination} needs {format_bytes(needed)} more on disk, and {format_bytes(free)} are free in "
-            f"{folder}. Free some, or choose another directory."
-        )
+    return needed
 
 
 def discard(plan: ConversionPlan) -> None:

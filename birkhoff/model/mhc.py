@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import mhc
 from birkhoff.kernels.quant.rounded_rows import Input
 from birkhoff.model.compiled import CompiledHeadMixer, CompiledMixer
@@ -110,6 +112,13 @@ class HeadMixer(nn.Module):
         if self.compiled is not None and self.compiled.accepts(streams):
             return self.compiled(streams)
         return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
+
+    def merge(self, streams: torch.Tensor, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, m, d] -> merged [n, d] and the streams that are carried past the head, through the sites of a head."""
+        seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.weights)
+        merged, weights = self(seen)
+        merged = self.reread(seen, merged, weights, tap(sites.MHC_HEAD_MIX, weights))
+        return tap(sites.FINAL_HIDDEN, merged), streams
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
         """The read-out weights [n, m] alone."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.hooks.tap import NoTap
+from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
 from birkhoff.model.compiled import CompiledLayers, CompiledMTPInput
@@ -38,22 +38,29 @@ class MTP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Trunk streams [n, m, d] at positions t and embeddings [n, d] of the tokens at t + 1, whose ids are
         `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, and streams to draft on from."""
-        streams = self._join_input(streams, embedded)
+        return self.run(self.join_input(streams, embedded), batch, state)
+
+    def run(
+        self, joined: torch.Tensor, batch: Batch, state: LayerState | Fresh, tap: Tap | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` from the joined input [n, m, d] on. The tap is called at the sites of a layer and of a head."""
         phases = self.rope.step(batch.positions)
-        compiled = self.compiled_block
+        compiled = self.compiled_block if tap is None else None
+        tap = tap or NoTap()
         if compiled is not None and isinstance(state, LayerState) and compiled.accepts(batch, state):
-            streams = compiled(streams, 0, 1, batch, phases, [state])
+            streams = compiled(joined, 0, 1, batch, phases, [state])
         else:
-            streams = self.block(streams, batch, phases, state, NoTap())
-        merged, _ = self.hc_head(streams)
+            streams = self.block(joined, batch, phases, state, tap)
+        merged, streams = self.hc_head.merge(streams, tap)
         return self.norm(merged), streams
 
     def prefill(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState) -> None:
         """Store the keys that later drafts attend to, without computing a draft."""
-        u, *_ = self.block.hc_attn.read(self._join_input(streams, embedded))
+        u, *_ = self.block.hc_attn.read(self.join_input(streams, embedded))
         self.block.attn.store_keys(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
 
-    def _join_input(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def join_input(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Trunk streams [n, m, d] and embeddings [n, d] -> input streams [n, m, d] of the block."""
         if self.compiled is not None and self.compiled.accepts(streams):
             return self.compiled(streams, embedded)
         joined: torch.Tensor = self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from birkhoff.config import V4Config
 from birkhoff.dtype_names import dtype_name
-from birkhoff.hooks import sites
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.kernels.packed import PackedType
@@ -238,11 +237,8 @@ class Transformer(nn.Module):
             inputs = (streams, batch, phases, state.at(layer), tap.at(layer))
             streams = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
             layer += 1
-        tap = tap.at(len(self.layers) - 1)
-        seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.hc_head.weights)
-        merged, weights = self.hc_head(seen)
-        merged = self.hc_head.reread(seen, merged, weights, tap(sites.MHC_HEAD_MIX, weights))
-        return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams
+        merged, streams = self.hc_head.merge(streams, tap.at(len(self.layers) - 1))
+        return self.norm(merged), streams
 
     def _idle_until(self, layer: int, batch: Batch, state: State | Fresh, tap: Tap) -> int:
         """The end of the layers from `layer` on that compiled code can run as a whole: nothing happens in them."""

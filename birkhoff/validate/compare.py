@@ -1,14 +1,15 @@
 """Compare two forward runs: error per site and of the logits, first diverging site, and verdict.
 
 Values that depend on a tie between experts or blocks (`selection.py`) are left out: the row of the tie and later rows,
-at the sites computed after it. Everything before the tie is compared.
+at the sites computed after it. Everything before the tie is compared. The MTP block, which reads the trunk's streams,
+is a comparison of its own inside that of the trunk.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
 from birkhoff.validate.divergence import Divergence, describe, untested_parts
 from birkhoff.validate.gates import ToleranceGate
-from birkhoff.validate.runs import ForwardRun
+from birkhoff.validate.runs import MTP, ForwardRun, layer_label, mtp_config, site_label
 from birkhoff.validate.selection import (
     SelectionDifference,
     computation_order,
@@ -88,17 +89,28 @@ class Comparison:
     divergence: Divergence | None = None
     explanations: list[Explanation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    mtp: Comparison | None = None
 
     @property
     def diverging(self) -> SiteComparison | None:
-        """The first site, in order of computation, that is outside the gate."""
-        return next((row for row in self.sites if not row.ok), None)
+        """The first site, in order of computation, that is outside the gate; the MTP block comes after the trunk."""
+        return next((row for row in self.all_sites if not row.ok), None)
+
+    @property
+    def all_sites(self) -> list[SiteComparison]:
+        """The sites of the trunk, then those of the MTP block."""
+        return self.sites if self.mtp is None else self.sites + self.mtp.sites
+
+    @property
+    def trunk_ok(self) -> bool:
+        """The verdict without the MTP block."""
+        flips = any(choice.verdict == "differs" for choice in self.choices) and self.gate.site is not None
+        inside = all(row.ok for row in self.sites) and (self.logits is None or self.logits.ok)
+        return self.compared_rows > 0 and not flips and inside
 
     @property
     def ok(self) -> bool:
-        flips = any(choice.verdict == "differs" for choice in self.choices) and self.gate.site is not None
-        judged = self.compared_rows > 0
-        return judged and not flips and self.diverging is None and (self.logits is None or self.logits.ok)
+        return self.trunk_ok and (self.mtp is None or self.mtp.ok)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON; a number that is not finite becomes None."""
@@ -110,7 +122,7 @@ class Comparison:
             "gate": asdict(self.gate),
             "rows": self.rows,
             "compared_rows": self.compared_rows,
-            "diverging": None if first is None else f"{first.site}[{first.layer}]",
+            "diverging": None if first is None else site_label(first.site, first.layer),
             "divergence": None if self.divergence is None else asdict(self.divergence),
             "logits": None if self.logits is None else asdict(self.logits),
             "stages": self.stages,
@@ -118,6 +130,7 @@ class Comparison:
             "explanations": [asdict(explanation) for explanation in self.explanations],
             "notes": self.notes,
             "sites": [asdict(row) for row in self.sites],
+            "mtp": None if self.mtp is None else self.mtp.to_dict(),
         }
         finite: dict[str, Any] = _finite(fields)
         return finite
@@ -139,30 +152,72 @@ def compare(
     config: V4Config | None = None,
     biases: Mapping[int, torch.Tensor] | None = None,
 ) -> Comparison:
-    """Compare `first` with the reference `second`. `biases` are the router biases by layer."""
+    """Compare `first` with the reference `second`. `biases` are the router biases by layer, that of the MTP block at
+    `MTP`."""
     if first.tokens != second.tokens:
         raise OptionError(
             f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
             "the same. Give both the same token ids."
         )
+    both_mtp = first.mtp is not None and second.mtp is not None
+    result = _compare_rows(first, second, gate, config, biases or {}, both_mtp)
+    if config is not None:
+        result.notes += untested_parts(config, result.rows)
+    missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
+    if second.sites and missing:
+        result.notes.append(f"{second.label} does not have {', '.join(sorted(missing))}")
+    _compare_mtp(result, first, second, config, biases or {})
+    return result
+
+
+def _compare_mtp(
+    result: Comparison,
+    first: ForwardRun,
+    second: ForwardRun,
+    config: V4Config | None,
+    biases: Mapping[int, torch.Tensor],
+) -> None:
+    """Add the comparison of the MTP block, over the rows of the trunk that no tie leaves out."""
+    if first.mtp is None or second.mtp is None:
+        for run, other in ((first, second), (second, first)):
+            if run.mtp is None and other.mtp is not None:
+                result.notes.append(f"{run.label} does not have the MTP block: it is not compared")
+        return
+    if not result.compared_rows:
+        return
+    ours, theirs = (run.leading(result.compared_rows) for run in (first.mtp, second.mtp))
+    gate = result.gate if result.gate.mtp_kl is None else replace(result.gate, mean_kl=result.gate.mtp_kl)
+    block = None if config is None else mtp_config(config)
+    result.mtp = _compare_rows(ours, theirs, gate, block, biases)
+    result.divergence = result.divergence or result.mtp.divergence
+    result.notes += result.mtp.notes
+    if not result.sites and result.logits is None:
+        result.notes.append(
+            f"{second.label} has the MTP block alone: a difference may come from the trunk before it. Add "
+            "mhc_streams_final to tell"
+        )
+
+
+def _compare_rows(
+    first: ForwardRun,
+    second: ForwardRun,
+    gate: ToleranceGate,
+    config: V4Config | None,
+    biases: Mapping[int, torch.Tensor],
+    may_be_empty: bool = False,
+) -> Comparison:
+    """Compare the sites and logits of two runs, without their MTP blocks."""
     _check_sites(first, second)
     rows = len(first.tokens)
-    choices = selection_differences(
-        first, second, biases or {}, None if config is None else config.index_topk
-    )
+    choices = selection_differences(first, second, biases, None if config is None else config.index_topk)
     ties = [choice for choice in choices if choice.verdict == "tie"] if gate.exact else []
     kept = min([rows, *(tie.first for tie in ties)])
     notes = _tie_notes(ties, kept)
     sites, divergence = _compare_sites(first, second, ties, gate, config)
-    missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
-    if config is not None:
-        notes += untested_parts(config, rows)
-    if second.sites and missing:
-        notes.append(f"{second.label} does not have {', '.join(sorted(missing))}")
     logits = None
     if first.logits is not None and second.logits is not None and kept:
         logits = _logits_row(first.logits, second.logits, kept, gate)
-    if not sites and logits is None and kept:
+    if not sites and logits is None and kept and not may_be_empty:
         raise OptionError(
             f"{first.label} and {second.label} have no site in common and no logits to compare."
         )
@@ -174,8 +229,8 @@ def compare(
 
 def _tie_notes(ties: Sequence[SelectionDifference], kept: int) -> list[str]:
     notes = [
-        f"{tie.selected} of layer {tie.layer} tie at row {tie.first}: what is computed from them is not compared from "
-        "that row on"
+        f"{tie.selected} of {layer_label(tie.layer)} tie at row {tie.first}: what is computed from them is not "
+        "compared from that row on"
         for tie in ties
     ]
     return notes if kept else [*notes, "the tie leaves nothing to compare: run other tokens (--seed)"]
@@ -198,7 +253,7 @@ def _compare_sites(
         a, b = _comparable(key, first.sites[key][:count], second.sites[key][:count])
         row = _site_row(key, a, b, gate)
         if not row.ok and divergence is None:
-            agreeing = f"{sites[-1].site}[{sites[-1].layer}]" if sites else None
+            agreeing = site_label(sites[-1].site, sites[-1].layer) if sites else None
             divergence = describe(key, a, b, gate.site or 0.0, agreeing, config)
         sites.append(row)
     return sites, divergence
@@ -219,10 +274,16 @@ def _check_sites(first: ForwardRun, second: ForwardRun) -> None:
         if key not in first.sites:
             layers = sorted(own for name, own in first.sites if name == site)
             has = f"it at layers {', '.join(map(str, layers))}" if layers else "no such values"
-            raise OptionError(f"{second.label} holds {site} of layer {layer}, {first.label} has {has}.")
-        _check_shape(
-            f"{site} of layer {layer}", first.sites[key], second.sites[key], first.label, second.label
-        )
+            hint = (
+                ""
+                if layer == MTP
+                else " Layers are counted from 0; arrays of the MTP block are named mtp.HOOK."
+            )
+            raise OptionError(
+                f"{second.label} holds {site} of {layer_label(layer)}, {first.label} has {has}.{hint}"
+            )
+        name = f"{site} of {layer_label(layer)}"
+        _check_shape(name, first.sites[key], second.sites[key], first.label, second.label)
     if first.logits is not None and second.logits is not None:
         _check_shape("logits", first.logits, second.logits, first.label, second.label)
 
@@ -306,13 +367,12 @@ def _stages(sites: list[SiteComparison], config: V4Config) -> list[dict[str, Any
             rows, key=lambda row: math.inf if math.isnan(row.rel_rmse) else row.rel_rmse, default=None
         )
         if worst is not None:
-            where = f"{worst.site}[{worst.layer}]"
             out.append(
                 {
                     "stage": name,
                     "layers": layers,
                     "worst": worst.rel_rmse,
-                    "at": where,
+                    "at": site_label(worst.site, worst.layer),
                     "ok": all(r.ok for r in rows),
                 }
             )

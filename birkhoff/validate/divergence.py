@@ -13,8 +13,10 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.validate.runs import MTP, site_label
 
 KIND_NAMES = {"swa": "sliding window only", "csa": "CSA, ratio 4", "hca": "HCA, ratio 128"}
+SAME_IN_STREAMS = 0.01  # share of a difference that may not be common to all streams
 ABOUT = {"index_scores": "score of the indexer for every finished block"}  # recorded as a matrix
 
 
@@ -35,7 +37,7 @@ class Divergence:
     def lines(self) -> list[str]:
         """The description as lines of text."""
         kind = f" ({self.kind})" if self.kind else ""
-        out = [f"{self.site}[{self.layer}]{kind}: {self.about}"]
+        out = [f"{site_label(self.site, self.layer)}{kind}: {self.about}"]
         if self.last_agreeing is not None:
             out[0] += f"; the last site before it that agrees is {self.last_agreeing}"
         if self.first_row is not None:
@@ -65,7 +67,18 @@ def describe(
     if first_row is not None and not bool((a[first_row] - b[first_row]).isfinite().all()):
         hint = "it holds values that are not finite"
     about = ABOUT.get(site, BY_NAME[site].doc)
+    if key == ("mhc_streams_pre_attn", MTP):
+        about = f"input of the MTP block, {_input_path(a, b)}"
     return Divergence(site, layer, about, kind, last_agreeing, first_row, len(outside), len(a), hint)
+
+
+def _input_path(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Which summand of the MTP block's input differs: every stream gets the same embedding and its own projection."""
+    difference = (a - b).double()
+    own = difference - difference.mean(1, keepdim=True)
+    if float(own.norm()) <= SAME_IN_STREAMS * float(difference.norm()):
+        return "different by the same in every stream: look at the next token's embedding, enorm and e_proj"
+    return "different in every stream by itself: look at the trunk's streams, hnorm and h_proj"
 
 
 def rows_outside(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> torch.Tensor:
@@ -96,8 +109,9 @@ def row_hint(config: V4Config, layer: int, row: int) -> str | None:
 
 
 def _kind(config: V4Config, layer: int) -> str:
-    routing = "hash-routed" if config.is_hash_routed(layer) else "routed by score"
-    return f"{KIND_NAMES[config.layer_kind(layer)]}, {routing}"
+    routing = "hash-routed" if layer != MTP and config.is_hash_routed(layer) else "routed by score"
+    block = "MTP block, " if layer == MTP else ""
+    return f"{block}{KIND_NAMES[config.layer_kind(layer)]}, {routing}"
 
 
 def untested_parts(config: V4Config, tokens: int) -> list[str]:

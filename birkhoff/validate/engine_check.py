@@ -142,6 +142,7 @@ def validate_engine(
     model: str | Path,
     *,
     tokens: Sequence[int] | None = None,
+    text: str | None = None,
     length: int | None = None,
     seed: int = 0,
     batches: Sequence[int] = BATCHES,
@@ -150,14 +151,14 @@ def validate_engine(
 ) -> EngineCheck:
     """Compare the engine of a checkpoint with the reference kernels.
 
-    `tokens` or `length` and `seed` give the prompt, as in `validate`; `batches` are the numbers of requests that run at
-    once. `engine` is one that was loaded from the model; by default it is loaded with `options`, those of `load`, and
-    without prefix cache and speculation. The checkpoint must fit into host memory in float32: of a large model make one
-    with fewer layers and experts (`birkhoff synth DIR --like flash --layers 4 --routed-experts 8`)."""
+    `tokens`, `text`, or `length` and `seed` give the prompt, as in `validate`; `batches` are the numbers of requests
+    that run at once. `engine` is one that was loaded from the model; by default it is loaded with `options`, those of
+    `load`, and without prefix cache and speculation. The checkpoint must fit into host memory in float32: of a large
+    model make one with fewer layers and experts (`birkhoff synth DIR --like flash --layers 4 --routed-experts 8`)."""
     if not batches or min(batches) < 1:
         raise OptionError(f"batches is {list(batches)}, expected sizes of at least 1.")
     checkpoint = open_checkpoint(locate(model))
-    prompt = checked_tokens(checkpoint, None, tokens, length, seed, room=NEW_TOKENS)
+    prompt = checked_tokens(checkpoint, None, tokens, text, length, seed, room=NEW_TOKENS)
     keywords: EngineKwargs = {
         "max_requests": max(batches),
         "max_context": len(prompt) + NEW_TOKENS,
@@ -247,7 +248,7 @@ def _check(
         ratios = _ratios(run.forward, reference, plain, run.prompt_rows)
         return BatchCheck(run.batch, len(run.forward.tokens), greedy, None, ratios)
     gate, biases = GATES["float32"], router_biases(checkpoint)
-    exact = compare(run.forward, replace(reference, logits=None), gate, checkpoint.config, biases)
+    exact = compare(run.forward, replace(reference, logits=None, mtp=None), gate, checkpoint.config, biases)
     return BatchCheck(run.batch, len(run.forward.tokens), greedy, exact, [])
 
 

@@ -7,9 +7,9 @@ after Sinkhorn, and nibbles can be permuted in several ways. Nothing is inferred
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,17 @@ from birkhoff.kernels.norm.reference import round_key
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
+from birkhoff.validate import mtp_faults
 from birkhoff.validate.compare import Explanation, relative_error
-from birkhoff.validate.runs import Fault, ForwardRun, run_model, with_fault
+from birkhoff.validate.runs import (
+    Fault,
+    ForwardRun,
+    next_token_input,
+    run_layer,
+    run_model,
+    run_mtp,
+    with_fault,
+)
 
 CERTAIN = 1e-4  # below this share, no further mistakes are tried
 DISTANCE_SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
@@ -33,7 +42,8 @@ TEXTS = {
     "yarn-missing": "YaRN is missing on the compressed layers (ratio 4 and 128), or applied where it should not be",
     "nibble-order": "the two 4-bit codes of a byte, or the 32 of a block, are taken in another order",
     "readout-stream-0": "the head reads stream 0 instead of the sigmoid-weighted sum of all streams",
-    "output-not-unrotated": "attention's output is not rotated back before the output projection",
+    "output-not-unrotated": "attention's output is not rotated back by the query's position before the output "
+    "projection",
     "router-bias-zero": "the router's bias is zero or not added when experts are chosen (layers after the hash-routed "
     "ones)",
     "sink-zero": "the attention sink is zero or missing: every head adds exp(attn_sink) to the sum of its weights",
@@ -46,6 +56,7 @@ TEXTS = {
     "route-scale-missing": "the weights of experts are not multiplied by routed_scaling_factor",
     "swiglu-limit-missing": "the gate and up projections of experts are not clamped to swiglu_limit",
     "shared-expert-missing": "the shared expert's output is not added to that of the routed ones",
+    **mtp_faults.TEXTS,
 }
 
 
@@ -82,6 +93,7 @@ def faults() -> list[tuple[str, Fault]]:
         ),
         ("stream 0", Fault("readout-stream-0", weights=_first_stream)),
         ("left rotated", Fault("output-not-unrotated", kernels=_no_inverse_rotation)),
+        ("rotated again", Fault("output-not-unrotated", kernels=_forward_rotation)),
         ("zero", Fault("router-bias-zero", weights=_filled(".ffn.gate.bias", 0.0))),
         ("zero", Fault("sink-zero", weights=_filled(".attn.attn_sink", 0.0))),
         ("missing", Fault("sink-zero", weights=_filled(".attn.attn_sink", -1e30))),
@@ -89,39 +101,95 @@ def faults() -> list[tuple[str, Fault]]:
     ]
 
 
-def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
+class RunPair(NamedTuple):
+    """Two runs whose difference is to be explained; `where` is added to the form of a mistake that explains it."""
+
+    plain: ForwardRun
+    other: ForwardRun
+    where: str = ""
+
+
+def explain(
+    model: Transformer, plain: ForwardRun, other: ForwardRun, layer: int | None = None
+) -> list[Explanation]:
     """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first.
 
-    If none does completely, those that leave less than half of the difference."""
-    before = distance(plain, other)
-    if not before > 0:
+    If none does completely, those that leave less than half of the difference. A mistake is also tried in `layer`
+    alone, on the streams of the correct run: a port of single layers starts there, and an error of one layer does."""
+    pairs = [RunPair(_sites(plain, DISTANCE_SITES), _sites(other, DISTANCE_SITES))]
+    if layer is not None:
+        entering = plain.sites["mhc_streams_pre_attn", layer]
+        correct = run_layer(model, layer, entering, plain.tokens, plain.label)
+        kept = {key: other.sites[key] for key in correct.sites if key in other.sites and key[0] != "moe_topk"}
+        local = ForwardRun(other.label, other.tokens, kept, None)
+        pairs.append(RunPair(correct, local, f", in layer {layer} alone"))
+
+    def faulty_runs(fault: Fault) -> Iterator[ForwardRun]:
+        faulty = with_fault(model, fault)
+        yield run_model(faulty, plain.tokens, fault.name)
+        if layer is not None:
+            yield run_layer(faulty, layer, entering, plain.tokens, fault.name)
+
+    return _explain(pairs, faults(), faulty_runs)
+
+
+def explain_mtp(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
+    """`explain` for the MTP block, run over the trunk's streams of `plain`; `other` is a run of the block alone.
+
+    A mistake of the trunk may be one of the block only, such as a mixer that is transposed there."""
+    assert plain.mtp is not None
+    streams = plain.sites["mhc_streams_final", model.config.num_hidden_layers - 1]
+    rows = len(other.tokens) - 1  # the last row is not compared: it has no token two ahead
+
+    def faulty_runs(fault: Fault) -> Iterator[ForwardRun]:
+        only_input = fault.mtp_input is not next_token_input
+        faulty = model if only_input else with_fault(model, fault, mtp=True)
+        yield run_mtp(faulty, streams, plain.tokens, fault.name, fault.mtp_input).leading(rows)
+
+    pair = RunPair(plain.mtp.leading(rows), _sites(other, DISTANCE_SITES).leading(rows))
+    return _explain([pair], mtp_faults.mtp_faults(model) + faults(), faulty_runs)
+
+
+def _explain(
+    pairs: Sequence[RunPair],
+    tried: Sequence[tuple[str, Fault]],
+    faulty_runs: Callable[[Fault], Iterator[ForwardRun]],
+) -> list[Explanation]:
+    """Return the explanations of the first pair, and the complete ones of the others."""
+    differences = [distance(pair.plain, pair.other) for pair in pairs]
+    if not any(before > 0 for before in differences):
         return []
     explanations: dict[str, Explanation] = {}
-    for variant, fault in faults():
-        after = distance(run_model(with_fault(model, fault), plain.tokens, variant), other)
-        if after != after or after >= 0.5 * before:
-            continue
-        best = explanations.get(fault.name)
-        if best is None or after < best.after:
-            explanations[fault.name] = Explanation(
-                fault.name, variant, after / before, before, after, TEXTS[fault.name]
+    for variant, fault in tried:
+        for pair, before, run in zip(pairs, differences, faulty_runs(fault)):
+            after = distance(run, pair.other)
+            if not before > 0 or after != after or after >= 0.5 * before:
+                continue
+            found = Explanation(
+                fault.name, variant + pair.where, after / before, before, after, TEXTS[fault.name]
             )
-        if after <= CERTAIN * before:
+            best = explanations.get(fault.name)
+            if (found.complete or not pair.where) and (best is None or found.left < best.left):
+                explanations[fault.name] = found
+            if found.complete:
+                break
+        if fault.name in explanations and explanations[fault.name].left <= CERTAIN:
             break
     explained = [e for e in explanations.values() if e.complete]
     return sorted(explained or explanations.values(), key=lambda e: e.left)
 
 
+def _sites(run: ForwardRun, names: Collection[str]) -> ForwardRun:
+    """The run with these sites only."""
+    return replace(run, sites={key: x for key, x in run.sites.items() if key[0] in names})
+
+
 def distance(a: ForwardRun, b: ForwardRun) -> float:
-    """Return the mean relative error over DISTANCE_SITES and the logits."""
-    errors = [
-        relative_error(a.sites[key], b.sites[key])
-        for key in b.sites
-        if key[0] in DISTANCE_SITES and key in a.sites
-    ]
+    """Return the mean relative error over the sites of `b` and the logits; 0 if they have none in common."""
+    errors = [relative_error(a.sites[key], x) for key, x in b.sites.items() if key in a.sites]
     if a.logits is not None and b.logits is not None:
         errors.append(relative_error(a.logits, b.logits))
-    return sum(errors) / len(errors)
+    return sum(errors) / len(errors) if errors else 0.0
 
 
 def _shifted(field: str, by: int) -> Callable[[V4Config], V4Config]:
@@ -168,6 +236,14 @@ def _with_rotation(kernels: KernelSet, rotate: Callable[..., torch.Tensor]) -> K
 def _no_inverse_rotation(kernels: KernelSet) -> KernelSet:
     def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         return x if inverse else kernels.rotate(x, phases)
+
+    return _with_rotation(kernels, rotate)
+
+
+def _forward_rotation(kernels: KernelSet) -> KernelSet:
+    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
+        rotated: torch.Tensor = kernels.rotate(x, phases)
+        return rotated
 
     return _with_rotation(kernels, rotate)
 
@@ -250,9 +326,9 @@ def _filled(ending: str, value: float) -> Callable[[str, torch.Tensor], torch.Te
 
 
 def _first_stream(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    if name == "hc_head_fn":
+    if name.removeprefix("mtp.0.") == "hc_head_fn":
         return torch.zeros_like(tensor)
-    if name == "hc_head_base":
+    if name.removeprefix("mtp.0.") == "hc_head_base":
         base = torch.full_like(tensor, -40.0)
         base[0] = 40.0
         return base

@@ -1,18 +1,20 @@
 """Golden values: the sites and logits of a trusted run, in files that any program can write.
 
 A directory with `goldens.json` ({"tokens": [...], "label": ...}) and arrays, either in `goldens.safetensors` or as
-`.npy` files: `HOOK.LAYER` for a site [tokens, ...] and `logits` [tokens, vocabulary]. Another implementation needs
-only NumPy to write one; `tokens.npy` can replace the JSON. Nothing is unpickled.
+`.npy` files: `HOOK.LAYER` for a site [tokens, ...] and `logits` [tokens, vocabulary]; of the MTP block `mtp.HOOK` and
+`mtp.logits` [tokens - 1, ...]. Another implementation needs only NumPy to write one; `tokens.npy` can replace the JSON.
+Nothing is unpickled.
 
 Harnesses of other ports name the same arrays in other ways, which are read too: the layer first (`3_mlp_out`,
-`layer_3_mlp_out`, `layers.3.mlp_out`, `blk.3.mlp_out`), `input_ids.npy` for the tokens, and a leading batch dimension
-of one.
+`layer_3_mlp_out`, `layers.3.mlp_out`, `blk.3.mlp_out`), the MTP block as `mtp_mlp_out`, `mtp.0.mlp_out` or
+`mlp_out.mtp`, `input_ids.npy` for the tokens, and a leading batch dimension of one.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +27,12 @@ from birkhoff.errors import DataError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int, check_choice
 from birkhoff.small_file import MANIFEST_BYTES, read_json
-from birkhoff.validate.runs import ForwardRun, Sites, finished_blocks
+from birkhoff.validate.runs import MTP, ForwardRun, Sites, finished_blocks, layer_label
 
 FORMAT = 1
 FORMS = ("safetensors", "npy")
 TOKEN_FILES = ("tokens.npy", "input_ids.npy")
+_MTP = re.compile(r"mtp(?:[_.]0)?[_.](?P<first>[a-z][a-z0-9_]*)|(?P<last>[a-z][a-z0-9_]*)\.mtp")
 _LAYER_FIRST = re.compile(r"(?:layers?[_.]?|blk\.)?(\d{1,5})[_.]([a-z][a-z0-9_]*)")
 
 
@@ -43,6 +46,10 @@ def save_goldens(run: ForwardRun, directory: str | Path, form: str = "safetensor
     arrays = {f"{name}.{layer}": x.contiguous() for (name, layer), x in run.sites.items()}
     if run.logits is not None:
         arrays["logits"] = run.logits.contiguous()
+    if run.mtp is not None:
+        arrays |= {f"mtp.{name}": x.contiguous() for (name, _), x in run.mtp.sites.items()}
+        if run.mtp.logits is not None:
+            arrays["mtp.logits"] = run.mtp.logits.contiguous()
     if form == "npy":
         for name, array in arrays.items():
             np.save(directory / f"{name}.npy", array.float().numpy(), allow_pickle=False)
@@ -77,34 +84,57 @@ def read_goldens(directory: str | Path) -> ForwardRun:
 
 
 def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str, torch.Tensor]) -> ForwardRun:
-    sites: Sites = {}
-    logits = None
+    trunk, block = _Arrays(), _Arrays()
     for name, array in arrays.items():
-        if array.dim() > 2 and array.shape[0] == 1 != len(tokens):
+        mtp = _MTP.fullmatch(name)
+        rows = len(tokens) - 1 if mtp else len(tokens)
+        if array.dim() > 2 and array.shape[0] == 1 != rows:
             array = array[0]  # a batch of one
-        if array.dim() < 2 or array.shape[0] != len(tokens) or not array.is_floating_point():
+        if array.dim() < 2 or array.shape[0] != rows or not array.is_floating_point():
             raise DataError(
                 f"{name} of {directory.name} is {array.dtype} {tuple(array.shape)}, expected floats with one row for "
-                f"each of {len(tokens)} tokens."
+                + (
+                    f"each of {rows} tokens that have a next one: the MTP block has no row for the last."
+                    if mtp
+                    else f"each of {rows} tokens."
+                )
             )
-        site = _site(name)
-        if name == "logits":
-            logits = array.float()
-        elif site in sites:
-            raise DataError(
-                f"{directory.name} holds {site[0]} of layer {site[1]} twice, once as {quoted(name)}."
-            )
+        hook = (mtp["first"] or mtp["last"]) if mtp else name
+        site = (hook, MTP) if mtp and hook in BY_NAME else _site(name)
+        part = block if mtp else trunk
+        if hook == "logits" and part.logits is None:
+            part.logits = array.float()
+        elif hook == "logits" or site in part.sites:
+            raise DataError(f"{directory.name} holds {_described(site)} twice, once as {quoted(name)}.")
         elif site is not None:
-            sites[site] = (
+            part.sites[site] = (
                 _finished_scores(name, array.float()) if site[0] == "index_scores" else array.float()
             )
         else:
             raise DataError(
-                f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3."
+                f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3; of the MTP "
+                "block mtp.logits or mtp.HOOK such as mtp.mlp_out."
             )
-    if not sites and logits is None:
+    if not arrays:
         raise DataError(f"{directory} holds no arrays, expected goldens.safetensors or .npy files.")
-    return ForwardRun(label, tokens, sites, logits)
+    mtp_run = (
+        ForwardRun(label, tokens[1:], block.sites, block.logits)
+        if block.sites or block.logits is not None
+        else None
+    )
+    return ForwardRun(label, tokens, trunk.sites, trunk.logits, mtp_run)
+
+
+@dataclass
+class _Arrays:
+    """The arrays of the trunk, or of the MTP block."""
+
+    sites: Sites = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+
+
+def _described(site: tuple[str, int] | None) -> str:
+    return "logits" if site is None else f"{site[0]} of {layer_label(site[1])}"
 
 
 def _finished_scores(name: str, scores: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,26 @@
 """Run a checkpoint in `transformers`' DeepseekV4ForCausalLM as an independent reference.
 
-The oracle receives the trunk's exactly dequantised weights and interprets the config itself; forward hooks read its
-activations as our sites. It does not round activations and has no MTP. The pre and head mixing weights stay inside its
-modules and are not compared.
+The oracle receives exactly dequantised weights and interprets the config itself; forward hooks read its activations as
+our sites. It does not round activations. The pre and head mixing weights stay inside its modules and are not compared.
+It has no MTP block: that is a second oracle of one sliding layer, with the block's layer, head mixer and norm, whose
+input is joined here with its norms.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.validate.runs import ForwardRun, Sites, finished_blocks
+from birkhoff.validate.runs import MTP, ForwardRun, Sites, finished_blocks, mtp_config
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import ModelTensor, model_tensors
-from birkhoff.weights.tensor_ref import value_strips
+from birkhoff.weights.tensor_ref import read_values, value_strips
 
 # Released name patterns -> transformers names, applied in this order (spec 10).
 _RENAMES = (
@@ -53,7 +55,11 @@ _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight")
 
 def run_oracle(checkpoint: Checkpoint, tokens: Sequence[int]) -> ForwardRun:
     """Return the oracle's sites and logits over one sequence, float32."""
-    return run_oracle_model(build_oracle(checkpoint), tokens)
+    trunk = run_oracle_model(build_oracle(checkpoint), tokens)
+    if not checkpoint.has_mtp or len(tokens) < 2:
+        return trunk
+    streams = trunk.sites["mhc_streams_final", checkpoint.config.num_hidden_layers - 1]
+    return replace(trunk, mtp=build_mtp_oracle(checkpoint).run(streams, tokens))
 
 
 def run_oracle_model(model: Any, tokens: Sequence[int]) -> ForwardRun:
@@ -69,8 +75,67 @@ def run_oracle_model(model: Any, tokens: Sequence[int]) -> ForwardRun:
     return ForwardRun("transformers", tuple(tokens), sites, logits)
 
 
+@dataclass(frozen=True)
+class MtpOracle:
+    """The MTP block: `model` is its layer and head; `norms` and `projections` join its input."""
+
+    model: Any
+    norms: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]  # enorm, hnorm
+    projections: Mapping[str, torch.Tensor]  # e_proj, h_proj [d, d]
+
+    def run(self, streams: torch.Tensor, tokens: Sequence[int]) -> ForwardRun:
+        """One forward pass over the trunk's streams [T, m, d]."""
+        with torch.no_grad():
+            embedded = self.model.model.embed_tokens(torch.tensor(list(tokens)[1:]))
+            joined = self.join(streams[:-1], embedded)
+        return self.run_joined(joined, tokens)
+
+    def join(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Streams [n, m, d] and embeddings [n, d] to the input [n, m, d] of the layer."""
+        token = self.norms["enorm"](embedded) @ self.projections["e_proj"].T
+        return token.unsqueeze(1) + self.norms["hnorm"](streams) @ self.projections["h_proj"].T
+
+    def run_joined(self, joined: torch.Tensor, tokens: Sequence[int]) -> ForwardRun:
+        """One forward pass from the joined input [T - 1, m, d] on."""
+
+        def replace_input(layer: Any, args: Any) -> Any:
+            return (joined.unsqueeze(0), *args[1:])
+
+        handle = self.model.model.layers[0].register_forward_pre_hook(replace_input)
+        try:
+            run = run_oracle_model(self.model, list(tokens)[1:])
+        finally:
+            handle.remove()
+        return replace(run, sites={(site, MTP): x for (site, _), x in run.sites.items()})
+
+
+def build_mtp_oracle(checkpoint: Checkpoint) -> MtpOracle:
+    """Build a `transformers` model of the MTP block and fill it with the checkpoint's values."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
+
+    def own_name(name: str) -> str:
+        inside = name.removeprefix("layers.0.")
+        return f"mtp.0.{inside}" if name not in ("embed.weight", "head.weight") else name
+
+    norms = {}
+    for name in ("enorm", "hnorm"):
+        norm: Any = DeepseekV4RMSNorm  # untyped
+        norms[name] = norm(checkpoint.config.hidden_size, checkpoint.config.rms_norm_eps)
+        norms[name].weight.data.copy_(checkpoint[f"mtp.0.{name}.weight"].read())
+    width = checkpoint.config.hidden_size
+    projections = {
+        name: read_values(checkpoint, f"mtp.0.{name}.weight", 0, width) for name in ("e_proj", "h_proj")
+    }
+    return MtpOracle(_build(checkpoint, mtp_config(checkpoint.config), own_name), norms, projections)
+
+
 def build_oracle(checkpoint: Checkpoint) -> Any:
-    """Build the `transformers` model and fill it with the checkpoint's values."""
+    """Build the `transformers` model and fill it with the checkpoint's values, without the MTP block."""
+    return _build(checkpoint, replace(checkpoint.config, num_nextn_predict_layers=0), lambda name: name)
+
+
+def _build(checkpoint: Checkpoint, config: V4Config, stored_name: Callable[[str], str]) -> Any:
+    """Build a model of a config; `stored_name` is the checkpoint's name of a tensor of the config."""
     try:
         from transformers import DeepseekV4ForCausalLM
     except ImportError:
@@ -79,13 +144,12 @@ def build_oracle(checkpoint: Checkpoint) -> Any:
             "Install it, or compare with another checkpoint or with goldens."
         ) from None
     model_class: Any = DeepseekV4ForCausalLM  # untyped
-    model = model_class(oracle_config(checkpoint.config)).float().eval()
+    model = model_class(oracle_config(config)).float().eval()
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     filled: set[str] = set()
     with torch.no_grad():
-        for tensor in model_tensors(checkpoint.config):
-            if not tensor.name.startswith("mtp."):
-                filled.add(_fill(targets, checkpoint, tensor))
+        for tensor in model_tensors(config):
+            filled.add(_fill(targets, checkpoint, tensor, stored_name(tensor.name)))
     unfilled = [name for name in model.state_dict() if name not in filled and "rotary" not in name]
     if unfilled:
         raise OptionError(
@@ -116,7 +180,7 @@ def oracle_config(config: V4Config) -> Any:
     return DeepseekV4Config(**raw)
 
 
-def _fill(targets: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: ModelTensor) -> str:
+def _fill(targets: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: ModelTensor, stored: str) -> str:
     """Copy one tensor into the oracle and return the name filled; experts are slices of two stacked tensors."""
     match = _EXPERT.fullmatch(tensor.name)
     if match:
@@ -130,9 +194,9 @@ def _fill(targets: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: Mode
         name = oracle_name(tensor.name)
         target = targets[name]
     if tensor.storage == "ids":
-        target.copy_(checkpoint[tensor.name].read())
+        target.copy_(checkpoint[stored].read())
     else:
-        for start, values in value_strips(checkpoint, tensor.name):
+        for start, values in value_strips(checkpoint, stored):
             target.view(tensor.shape)[start : start + len(values)].copy_(values)
     return name
 

@@ -10,7 +10,8 @@ import html
 import math
 from collections.abc import Sequence
 
-from birkhoff.validate.compare import Comparison, Explanation, SiteComparison
+from birkhoff.validate.compare import Comparison, Explanation, LogitsComparison, SiteComparison
+from birkhoff.validate.runs import MTP, layer_label, site_label
 
 PLOTTED_SITES = ("mhc_streams_pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_out")
 COLOURS = ("#3b6ea5", "#c2571a", "#2f8f5b", "#8a4fa3")
@@ -24,7 +25,7 @@ def headline(result: Comparison) -> str:
     if result.ok:
         return f"{result.first} agrees with {result.second} (gate {result.gate.name})"
     first = result.diverging
-    where = f"; they part at {first.site}[{first.layer}]" if first is not None else ""
+    where = f"; they part at {site_label(first.site, first.layer)}" if first is not None else ""
     return f"{result.first} does not agree with {result.second} (gate {result.gate.name}){where}"
 
 
@@ -39,25 +40,46 @@ def lines(result: Comparison) -> list[str]:
     for stage in result.stages:
         mark = "ok" if stage["ok"] else "OUTSIDE"
         out.append(f"{stage['stage']:<20} {mark:<8} worst {stage['worst']:.2e} at {stage['at']}")
-    for choice in result.choices[:SHOWN_CHOICES]:
+    choices = result.choices + (result.mtp.choices if result.mtp is not None else [])
+    for choice in choices[:SHOWN_CHOICES]:
         out.append(
-            f"{choice.selected} of layer {choice.layer} differ in {choice.differing} of {choice.rows} rows, first at "
-            f"row {choice.first} where the scores are {choice.gap:.1e} apart"
+            f"{choice.selected} of {layer_label(choice.layer)} differ in {choice.differing} of {choice.rows} rows, "
+            f"first at row {choice.first} where the scores are {choice.gap:.1e} apart"
         )
-    if len(result.choices) > SHOWN_CHOICES:
-        out.append(f"experts or blocks differ in {len(result.choices) - SHOWN_CHOICES} more places")
+    if len(choices) > SHOWN_CHOICES:
+        out.append(f"experts or blocks differ in {len(choices) - SHOWN_CHOICES} more places")
     for name in PLOTTED_SITES:
         rows = [row for row in result.sites if row.site == name]
         if rows:
             out.append(f"{name:<21}{sparkline(rows)}  {rows[0].rel_rmse:.1e} … {rows[-1].rel_rmse:.1e}")
     if result.logits is not None:
-        row = result.logits
-        out.append(
-            f"logits  relative {row.rel_rmse:.2e} (median row {row.median_row:.2e}), max {row.max_abs:.2e}, cosine "
-            f"{row.cosine:.8f}, argmax {100 * row.argmax:.1f} %, top-20 {100 * row.top20:.1f} %, KL {row.mean_kl:.2e} "
-            f"(p95 {row.p95_kl:.2e}): {'ok' if row.ok else 'OUTSIDE'}"
-        )
+        out.append(f"logits  {_logits(result.logits)}")
+    if result.mtp is not None:
+        out += _mtp_lines(result.mtp, result.trunk_ok)
     return out + list(result.notes)
+
+
+def _mtp_lines(mtp: Comparison, trunk_ok: bool) -> list[str]:
+    """The MTP block in one or two lines: its worst site, and its logits."""
+    out = []
+    if mtp.sites:
+        worst = max(mtp.sites, key=lambda row: math.inf if math.isnan(row.rel_rmse) else row.rel_rmse)
+        mark = "ok" if all(row.ok for row in mtp.sites) else "OUTSIDE"
+        where = site_label(worst.site, worst.layer)
+        out.append(f"{'MTP block':<20} {mark:<8} worst {worst.rel_rmse:.2e} at {where}")
+        if mark != "ok" and not trunk_ok:
+            out[0] += "; it reads the trunk's streams, which differ"
+    if mtp.logits is not None:
+        out.append(f"MTP logits  {_logits(mtp.logits)}")
+    return out
+
+
+def _logits(row: LogitsComparison) -> str:
+    return (
+        f"relative {row.rel_rmse:.2e} (median row {row.median_row:.2e}), max {row.max_abs:.2e}, cosine "
+        f"{row.cosine:.8f}, argmax {100 * row.argmax:.1f} %, top-20 {100 * row.top20:.1f} %, KL {row.mean_kl:.2e} "
+        f"(p95 {row.p95_kl:.2e}): {'ok' if row.ok else 'OUTSIDE'}"
+    )
 
 
 def explained(explanation: Explanation) -> str:
@@ -94,9 +116,10 @@ def to_html(result: Comparison) -> str:
         if not any(line.startswith(f"{e.name} ") for e in result.explanations)
     )
     rows = "".join(
-        f"<tr class={'ok' if row.ok else 'bad'}><td>{html.escape(row.site)}<td>{row.layer}<td>{row.rel_rmse:.3e}"
+        f"<tr class={'ok' if row.ok else 'bad'}><td>{html.escape(row.site)}"
+        f"<td>{'MTP' if row.layer == MTP else row.layer}<td>{row.rel_rmse:.3e}"
         f"<td>{row.max_abs:.3e}<td>{row.cosine:.9f}</tr>"
-        for row in result.sites
+        for row in result.all_sites
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(headline(result))}</title>

@@ -26,7 +26,7 @@ from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.safetensors import TensorEntry, read_rows
 from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error, read_shards
 from birkhoff.weights.tensor_names import from_transformers
-from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor
+from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor, in_file
 
 _V41 = re.compile(r"(^|\.)(engram|vision|aligner)|gate\.bias_vl$")
 _MAX_MISSING = 1000  # stop counting here: a config of impossible size would make the walk endless
@@ -110,9 +110,15 @@ def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> C
     """Open a directory (index and shards, one file, or numbered shards), a safetensors file or a GGUF file."""
     path = Path(path).expanduser()
     if not path.exists():
+        link = f": it is a link to {path.readlink()}, where nothing is" if path.is_symlink() else ""
         raise CheckpointError(
-            f"{path} does not exist. A checkpoint is a directory with config.json and safetensors files, or a GGUF "
-            "file."
+            f"{path} does not exist{link}. A checkpoint is a directory with config.json and safetensors files, or a "
+            "GGUF file."
+        )
+    if not (path.is_dir() or path.is_file()):
+        raise CheckpointError(
+            f"{path} is neither a directory nor a regular file, expected a directory with config.json and safetensors "
+            "files, or a GGUF file. Give such a path."
         )
     if is_gguf(path):
         return _open_gguf(path, on_error)
@@ -127,6 +133,7 @@ def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> C
     shards = read_shards(path, on_error)
     notices += shards.notices
     entries, dialect = _translate(shards.tensors, on_error)
+    config = _untied(entries, config, notices)
     drafter = describe_drafter(entries, read_json(folder / "config.json")) if is_drafter(entries) else None
     config = _select_mtp(entries, config, notices, drafter)
     refs = SafetensorsRefs(entries)
@@ -183,7 +190,7 @@ def check_layout(
             if len(missing) >= _MAX_MISSING:
                 break
         except CheckpointError as error:
-            on_error(error)
+            on_error(in_file(error, tensors))
     if missing:
         more = "at least " if len(missing) >= _MAX_MISSING else ""
         on_error(
@@ -249,6 +256,21 @@ def _rename(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> dict[str,
             )
         entries[ours] = entry
     return entries
+
+
+def _untied(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:
+    """A model whose head is its embedding, as one with a head of its own: `head.weight` is read from the embedding.
+
+    `transformers` does not store such a head, and does not read one that is stored."""
+    embed = entries.get("embed.weight")
+    if not config.tie_word_embeddings or embed is None:
+        return config
+    unused = ", and the head.weight of the files was skipped" if "head.weight" in entries else ""
+    notices.append(
+        f"config.json ties the head to the embedding: head.weight is read from embed.weight{unused}."
+    )
+    entries["head.weight"] = embed
+    return replace(config, tie_word_embeddings=False)
 
 
 def _select_mtp(

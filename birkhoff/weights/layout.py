@@ -75,10 +75,13 @@ def expected_tensors(config: V4Config, dense: str = "fp8", experts: str = "fp4")
 def stored_tensors(
     tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4"
 ) -> list[tuple[str, StoredTensor]]:
-    """Return the stored tensors of a logical one: the weight, and its scale where it is quantised."""
+    """Return the stored tensors of a logical one: the weight, and its scale where it is quantised.
+
+    With dense matrices in f32 every other float is f32 too: such a checkpoint holds any source exactly."""
     check_formats(dense, experts)
     name, shape, storage = tensor
-    written = {"dense": dense, "expert": experts, "ids": "ids"}.get(storage, storage)
+    others = "f32" if storage == "bf16" and dense == "f32" else storage
+    written = {"dense": dense, "expert": experts}.get(storage, others)
     if written == "fp8":
         scale = StoredTensor((-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)), "F8_E8M0", storage)
         return [(name, StoredTensor(shape, "F8_E4M3", storage)), (scale_name(name), scale)]

@@ -3,13 +3,13 @@
 Tensors are given as (name, tensor) pairs in any order, or as a function that returns rows; they are quantised strip by
 strip. The shard layout follows from the config alone. Missing, unknown or repeated names, wrong shapes and non-finite
 values raise, and a failed run leaves no file behind. config.json is written last, so a directory that has one is
-complete.
+complete; a killed run leaves a list of its shards (`.unfinished.json`), which the next run removes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TensorMissing, TensorShape, TensorUnexpected
 from birkhoff.kernels import quant
 from birkhoff.option_checks import check_int
+from birkhoff.small_file import read_json
 from birkhoff.weights.layout import (
     FP8_BLOCK,
     ModelTensor,
@@ -43,6 +44,7 @@ class Packed(NamedTuple):
 
 RowSource = Callable[[str, int, int], "torch.Tensor | Packed"]
 SHARD_BYTES = 4 << 30
+UNFINISHED = ".unfinished.json"
 
 
 def write_released(
@@ -53,19 +55,23 @@ def write_released(
     experts: str = "fp4",
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write a checkpoint and return its files. `tensors` is pairs, or a function `rows(name, start, stop)`.
 
-    `progress` is called with (bytes written, total bytes) after each strip.
+    `progress` is called with (bytes written, total bytes) after each strip. `texts` are small files by name.
     """
     check_formats(dense, experts)
     check_int("shard_bytes", shard_bytes)
     path = Path(path)
+    _remove_unfinished(path)
     if path.is_file() or (path.is_dir() and any(path.glob("*.safetensors"))):
         raise OptionError(f"{path} already holds a checkpoint. Choose another directory or remove it first.")
     shards = _CheckpointWriter(path, config, dense, experts, shard_bytes)
+    small: dict[str, str] = {}
     path.mkdir(parents=True, exist_ok=True)
     try:
+        write_atomic(path / UNFINISHED, json.dumps([file.name for file in shards.files]))
         source = (
             _from_rows(shards.tensors, tensors) if callable(tensors) else _from_pairs(shards.tensors, tensors)
         )
@@ -73,12 +79,36 @@ def write_released(
             shards.write(tensor, start, rows)
             if progress is not None:
                 progress(shards.written_bytes, shards.total_bytes)
+        small = {
+            **(texts or {}),
+            "model.safetensors.index.json": json_text(shards.index()),
+            "config.json": json_text(released_config(config, dense, experts)),
+        }
+        for name, text in small.items():
+            write_atomic(path / name, text)
     except BaseException:
         shards.discard()
+        for name in (UNFINISHED, *small):
+            (path / name).unlink(missing_ok=True)
         raise
-    write_atomic(path / "model.safetensors.index.json", json_text(shards.index()))
-    write_atomic(path / "config.json", json_text(released_config(config, dense, experts)))
-    return [*shards.files, path / "model.safetensors.index.json", path / "config.json"]
+    (path / UNFINISHED).unlink()
+    return [*shards.files, *(path / name for name in small)]
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Delete the shards that a killed run left in a directory that is no checkpoint yet."""
+    if not (path / UNFINISHED).is_file():
+        return
+    if not (path / "config.json").exists():  # written last
+        try:
+            names = read_json(path / UNFINISHED)
+        except (OSError, ValueError, RecursionError):
+            names = []
+        for name in names if isinstance(names, list) else []:
+            if isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors"):
+                for file in (path / name, path / f"{name}.partial"):
+                    file.unlink(missing_ok=True)
+    (path / UNFINISHED).unlink()
 
 
 def released_config(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, Any]:

@@ -78,7 +78,8 @@ def read_header(path: str | Path) -> SafetensorsHeader:
     try:
         return _parse(path, *_read_header_bytes(path))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.") from None
+        link = f" (it is a link to {os.readlink(path)}, where nothing is)" if path.is_symlink() else ""
+        raise CheckpointError(f"{path.name} is missing in {path.parent}{link}. Download it again.") from None
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Check that it is a readable file."
@@ -149,8 +150,12 @@ class SafetensorsWriter:
         prefix, self._entries = build_header(self.path, tensors, metadata)
         self._left = {name: entry.nbytes for name, entry in self._entries.items()}
         self._file: BinaryIO = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (closed by close or discard)
-        self._file.write(prefix)
-        self._file.truncate(len(prefix) + sum(self._left.values()))
+        try:
+            self._file.write(prefix)
+            self._file.truncate(len(prefix) + sum(self._left.values()))
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """Write `tensor` as rows [start, start + len) of the declared tensor. Each row is written exactly once."""

@@ -10,13 +10,14 @@ non-finite values raise TensorValue with their index.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorValue
+from birkhoff.errors import CheckpointError, TensorDtype, TensorMissing, TensorShape, TensorValue
 from birkhoff.kernels import quant
 from birkhoff.kernels.packed import TYPES, PackedMatrix, PackedType, native
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, scale_name
@@ -95,6 +96,31 @@ class TensorRef:
         return out
 
 
+def _about(name: str, error: CheckpointError) -> CheckpointError:
+    """The error with the name of the tensor that it is about."""
+    error.tensor = name
+    return error
+
+
+def in_file(error: CheckpointError, tensors: Mapping[str, TensorRef]) -> CheckpointError:
+    """The error with the name of the file that holds the tensor it is about, where that is known."""
+    # Scales in GGUF blocks have no place of their own.
+    refs = [tensors.get(name) for name in (error.tensor, error.tensor.removesuffix("scale") + "weight")]
+    files = [ref.location[0].name for ref in refs if ref is not None and ref.location is not None]
+    if not files or files[0] in str(error):
+        return error
+    return _about(error.tensor, type(error)(f"{error} The tensor is in {files[0]}."))
+
+
+@contextmanager
+def naming_files(tensors: Mapping[str, TensorRef]) -> Iterator[None]:
+    """Raise errors about tensors with the names of their files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise in_file(error, tensors) from None
+
+
 def check_tensor(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> Format:
     """Validate the dtype, shape and scale of weight `name`, whose values have `shape`; return its format."""
     ref = _find(tensors, name)
@@ -109,14 +135,20 @@ def check_tensor(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, 
     if ref.dtype in BYTES and len(shape) == 2:
         check_shape(name, ref.shape, (shape[0], shape[1] // 2), "for two fp4 codes per byte")
         if shape[1] % FP4_GROUP:
-            raise TensorShape(
-                f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4."
+            raise _about(
+                name,
+                TensorShape(
+                    f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4."
+                ),
             )
         _check_scale_header(tensors, name, (shape[0], shape[1] // FP4_GROUP), f"1x{FP4_GROUP} fp4 groups")
         return "fp4"
-    raise TensorDtype(
-        f"{name} is stored as {ref.dtype} {ref.shape}, expected one of {', '.join(FLOATS)}"
-        f"{', or F8_E4M3 or I8 with a scale' if len(shape) == 2 else ''}. {INSPECT}"
+    raise _about(
+        name,
+        TensorDtype(
+            f"{name} is stored as {ref.dtype} {ref.shape}, expected one of {', '.join(FLOATS)}"
+            f"{', or F8_E4M3 or I8 with a scale' if len(shape) == 2 else ''}. {INSPECT}"
+        ),
     )
 
 
@@ -124,7 +156,7 @@ def check_expert_table(tensors: Mapping[str, TensorRef], name: str, shape: tuple
     """Validate the dtype and shape of a table of expert ids."""
     ref = _find(tensors, name)
     if ref.dtype not in IDS:
-        raise TensorDtype(f"{name} is stored as {ref.dtype}, expected I64 or I32. {INSPECT}")
+        raise _about(name, TensorDtype(f"{name} is stored as {ref.dtype}, expected I64 or I32. {INSPECT}"))
     check_shape(name, ref.shape, shape, "for one row of experts per token")
 
 
@@ -206,26 +238,35 @@ def check_experts(name: str, ids: torch.Tensor, experts: int, first_row: int = 0
     outside = (ids < 0) | (ids >= experts)
     if bool(outside.any()):
         row, column = (int(i) for i in outside.nonzero()[0])
-        raise TensorValue(
-            f"{name}[{first_row + row}, {column}] is {int(ids[row, column])}, expected an expert from 0 "
-            f"to {experts - 1}. config.json and the table do not belong together, or it is damaged."
+        raise _about(
+            name,
+            TensorValue(
+                f"{name}[{first_row + row}, {column}] is {int(ids[row, column])}, expected an expert from 0 "
+                f"to {experts - 1}. config.json and the table do not belong together, or it is damaged."
+            ),
         )
     ordered = ids.sort(dim=1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
     if bool(repeated.any()):
         row = int(repeated.nonzero()[0])
-        raise TensorValue(
-            f"{name}[{first_row + row}] is {ids[row].tolist()}, expected different experts. "
-            "The table is damaged or was never filled; take it from the original checkpoint."
+        raise _about(
+            name,
+            TensorValue(
+                f"{name}[{first_row + row}] is {ids[row].tolist()}, expected different experts. "
+                "The table is damaged or was never filled; take it from the original checkpoint."
+            ),
         )
 
 
 def check_shape(name: str, seen: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
     """Raise TensorShape when a stored shape differs from the expected one."""
     if seen != expected:
-        raise TensorShape(
-            f"{name} is {seen}, expected {expected} {why}. config.json and the shards may not belong "
-            f"together. {INSPECT}"
+        raise _about(
+            name,
+            TensorShape(
+                f"{name} is {seen}, expected {expected} {why}. config.json and the shards may not belong "
+                f"together. {INSPECT}"
+            ),
         )
 
 
@@ -240,9 +281,12 @@ def _reject(bad: torch.Tensor, name: str, first_row: int, seen: str, expected: s
     if bool(bad.any()):
         index = [int(i) for i in bad.nonzero()[0]]
         index[0] += first_row
-        raise TensorValue(
-            f"{name}{index} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
-            "The file is damaged; download its shard again."
+        raise _about(
+            name,
+            TensorValue(
+                f"{name}{index} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
+                "The file is damaged; download its shard again."
+            ),
         )
 
 
@@ -257,10 +301,16 @@ def _check_scale_header(
             f"nothing without it. {INSPECT}"
         )
     if ref.dtype not in SCALES:
-        raise TensorDtype(
-            f"{scale} is stored as {ref.dtype}, expected F8_E8M0 (one power-of-two byte per block). {INSPECT}"
+        raise _about(
+            scale,
+            TensorDtype(
+                f"{scale} is stored as {ref.dtype}, expected F8_E8M0 (one power-of-two byte per block). {INSPECT}"
+            ),
         )
     if ref.shape != shape:
-        raise TensorShape(
-            f"{scale} is {ref.shape}, expected {shape} for {why}. The shard may be cut short. {INSPECT}"
+        raise _about(
+            scale,
+            TensorShape(
+                f"{scale} is {ref.shape}, expected {shape} for {why}. The shard may be cut short. {INSPECT}"
+            ),
         )

@@ -36,6 +36,7 @@ from birkhoff.weights.tensor_ref import (
     check_finite,
     check_scale,
     check_shape,
+    naming_files,
     strips,
     value_strips,
 )
@@ -123,10 +124,11 @@ def load_into(
     done = 0
     if progress is not None:
         progress(0, total)
-    for count in _fill(plan, checkpoint):
-        done += count
-        if progress is not None:
-            progress(done, total)
+    with naming_files(checkpoint):
+        for count in _fill(plan, checkpoint):
+            done += count
+            if progress is not None:
+                progress(done, total)
     resident = sum(destination.tensor.nbytes for destination, _ in plan)
     seconds = time.perf_counter() - began
     deferred = DeferredLoad(groups, checkpoint) if groups else None

@@ -30,7 +30,7 @@ def test_the_directory_on_stdout_and_status_on_stderr(app, tmp_path):
 @pytest.mark.parametrize("where", ["c", "new/c", "."])
 def test_a_disk_that_is_too_small_is_known_before_anything_is_written(small_disk, where):  # noqa: F811
     done = birkhoff("synth", str(small_disk / where))
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(b"convert  "), done.stderr
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(b"disk-full  "), done.stderr
     assert b"MiB more on disk, and " in done.stderr and not list(small_disk.iterdir())
 
 

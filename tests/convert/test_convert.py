@@ -13,7 +13,7 @@ import torch
 from transformers import DeepseekV4ForCausalLM
 
 import birkhoff
-from birkhoff.convert.check import check_output
+from birkhoff.convert.check import check_output, tensor_values
 from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import synth
 from birkhoff.embedded import EMBEDDED
@@ -21,6 +21,7 @@ from birkhoff.errors import CheckpointError, ConvertError, OptionError
 from birkhoff.validate.runs import build, random_tokens, run_model
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.inspect import inspect_checkpoint
+from birkhoff.weights.layout import model_tensors
 from tests.convert.files import same_bytes, same_numbers
 from tests.sizes import scaled
 
@@ -70,6 +71,32 @@ def test_q8_0_rounds_dense_matrices_and_nothing_else(tiny, tmp_path):
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_every_q8_0_tensor_has_the_bytes_of_the_gguf_package_and_the_error_of_eight_bits(tmp_path):
+    """The error of a block is uniform within half a step of a 127th of its largest value."""
+    import gguf
+
+    convert(NANO, tmp_path / "m.gguf")
+    source, output = open_checkpoint(NANO), open_checkpoint(tmp_path / "m.gguf")
+    raw = {path: path.read_bytes() for path in output.files}
+    checked = 0
+    for tensor in model_tensors(source.config):
+        ref = output[tensor.name]
+        if ref.encoding != "Q8_0":
+            continue
+        checked += 1
+        values = tensor_values(source, tensor, 0, tensor.shape[0])
+        read = tensor_values(output, tensor, 0, tensor.shape[0])
+        theirs = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType.Q8_0)
+        if ref.location is not None:
+            path, offset = ref.location
+            assert raw[path][offset : offset + ref.nbytes] == theirs.tobytes(), tensor.name
+        assert np.array_equal(gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.Q8_0), read.numpy())
+        steps = values.view(-1, 32).abs().amax(1) / 127
+        expected = float(steps.double().pow(2).mean().div(12).sqrt() / values.double().pow(2).mean().sqrt())
+        assert 0.8 < float((read - values).norm() / values.norm()) / expected < 1.2, tensor.name
+    assert checked == 77
+
+
 def test_logits_of_gguf_files_are_within_their_gates(tmp_path):
     """Lossless weights give equal logits; Q8_0 is close on the trained model (8.5)."""
     tokens = list(range(100, 228))
@@ -116,9 +143,6 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     ):
         assert np.array_equal(values(theirs), ours[name].read().float().numpy())
     stack = values("blk.5.ffn_down_exps.weight")
-    from birkhoff.convert.check import tensor_values
-    from birkhoff.weights.layout import model_tensors
-
     tensors = {t.name: t for t in model_tensors(checkpoint.config)}
     for expert in range(8):
         one = tensors[f"layers.5.ffn.experts.{expert}.w2.weight"]
@@ -291,6 +315,23 @@ def test_an_output_is_never_overwritten(tiny, tmp_path):
 def test_options_are_checked(tiny, tmp_path, options, words):
     with pytest.raises(OptionError, match=words):
         convert(tiny, tmp_path / "m.gguf", **options)
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m"])
+def test_fp4_has_one_name_for_both_targets_and_an_alias(tiny, tmp_path, name):
+    done = convert(tiny, tmp_path / "one" / name, experts="mxfp4", dry_run=True)
+    same = convert(tiny, tmp_path / "one" / name, experts="fp4", dry_run=True)
+    assert done == same and done.experts == "fp4" and done.bytes_by_class["experts"] == 313_344
+    other = (
+        "a directory takes fp4 (or mxfp4), fp8, bf16 or f32"
+        if name == "m.gguf"
+        else "a GGUF file takes fp4 (or mxfp4)"
+    )
+    with pytest.raises(OptionError) as raised:
+        convert(tiny, tmp_path / name, experts="q4_k")
+    assert "experts is 'q4_k', expected fp4 (or mxfp4), " in str(raised.value) and other in str(raised.value)
+    with pytest.raises(OptionError, match=r"dense is 'int8', expected .* takes (q8_0|fp8), bf16 or f32"):
+        convert(tiny, tmp_path / name, dense="int8")
 
 
 def test_the_check_at_the_end_sees_a_changed_byte(tiny, tmp_path):

@@ -37,7 +37,7 @@ def digests(path: Path) -> dict[str, str]:
 
 
 def plan(tiny: Path, out: Path, to: str):
-    formats = ("mxfp4", "bf16") if to == "gguf" else ("bf16", "fp8")
+    formats = ("fp4", "bf16") if to == "gguf" else ("bf16", "fp8")
     return _plan(open_checkpoint(tiny), out, to, *formats, "upstream", True, 400_000)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-from birkhoff.validate.oracle import build_oracle, run_oracle_model
+from birkhoff.validate.oracle import MtpOracle, build_oracle, run_oracle_model
 from birkhoff.validate.runs import ForwardRun
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -57,8 +58,10 @@ class NeverBack:
         return right(x, cos, sin, **options)
 
 
-def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
-    """Run the checkpoint in a port with this mistake."""
+def broken_run(
+    name: str, path: Path, tokens: list[int], inputs: dict[int, torch.Tensor] | None = None
+) -> ForwardRun:
+    """Run the checkpoint in a port with this mistake. `inputs` replace the streams that enter layers."""
     checkpoint = open_checkpoint(path)
     config = replace(checkpoint.config, **OTHER_CONFIG.get(name, {}))
     checkpoint = Checkpoint(path, config, checkpoint.dialect, checkpoint._tensors, [], checkpoint.files)
@@ -95,8 +98,58 @@ def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
     if name == "shared-expert-missing":
         for block in model.model.layers:
             block.mlp.shared_experts.register_forward_hook(lambda _, args, out: torch.zeros_like(out))
+    for layer, streams in (inputs or {}).items():
+        model.model.layers[layer].register_forward_pre_hook(
+            lambda _, args, streams=streams: (streams.unsqueeze(0).contiguous(), *args[1:])
+        )
     rotation = {"rope-half-split": half_split, "output-not-unrotated": NeverBack()}.get(name)
     if rotation is None:
         return run_oracle_model(model, tokens)
     with other_rotation(rotation):
         return run_oracle_model(model, tokens)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor | float, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def broken_mtp_run(name: str, variant: str, mtp: MtpOracle, oracle: Any, trunk: ForwardRun) -> ForwardRun:
+    """Run the MTP block after a correct trunk, in a port with this mistake. The input is joined in plain tensors;
+    `oracle` is the model of the trunk."""
+    config, tokens = mtp.model.config, torch.tensor(trunk.tokens)
+    streams = trunk.sites["mhc_streams_final", max(layer for _, layer in trunk.sites)][:-1]
+    table = mtp.model.lm_head.weight if variant == "rows of the head" else mtp.model.model.embed_tokens.weight
+    enorm, hnorm = mtp.norms["enorm"].weight, mtp.norms["hnorm"].weight
+    e_proj, h_proj = mtp.projections["e_proj"].T, mtp.projections["h_proj"].T
+    eps = config.rms_norm_eps
+    with torch.no_grad():
+        ahead = {"the token itself": 0, "two ahead": 2}.get(variant, 1)
+        embedded = table[torch.cat((tokens, tokens[:1]))[ahead : ahead + len(tokens) - 1]]
+        if variant == "zero at position 0":
+            embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
+        if variant == "enorm and hnorm swapped":
+            enorm, hnorm = hnorm, enorm
+        if name == "mtp-projections-swapped":
+            e_proj, h_proj = h_proj, e_proj
+        if name == "mtp-input-merged":
+            row = oracle.model.hc_head(streams.unsqueeze(0))[0]
+            row = row if variant == "before the final norm" else oracle.model.norm(row)
+            streams = row.unsqueeze(1).expand_as(streams)
+        token, state = _rms(embedded, enorm, eps) @ e_proj, _rms(streams, hnorm, eps) @ h_proj
+        if variant == "after the projections":
+            token, state = _rms(embedded @ e_proj, enorm, eps), _rms(streams @ h_proj, hnorm, eps)
+        if variant == "hnorm over all streams":
+            state = _rms(streams.flatten(1), 1.0, eps).view_as(streams) * hnorm @ h_proj
+        if variant == "no enorm":
+            token = embedded @ e_proj
+        if variant == "no hnorm":
+            state = streams @ h_proj
+        token = token.unsqueeze(1).expand(-1, config.hc_mult, -1).clone()
+        if name == "mtp-embedding" and variant in ("in stream 0 only", "missing"):
+            token[:, 1 if variant == "in stream 0 only" else 0 :] = 0
+        own = mtp.model.model
+        if "norm" in variant and name == "mtp-head-shared":
+            own.norm.load_state_dict(oracle.model.norm.state_dict())
+        if "hc_head" in variant:
+            own.hc_head.load_state_dict(oracle.model.hc_head.state_dict())
+    return mtp.run_joined(token + state, trunk.tokens)

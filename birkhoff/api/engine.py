@@ -468,15 +468,25 @@ class Engine(Analyses):
         mark: str = "",
         signals: Any = None,
         tools: Tools = None,
+        prompt_only: bool = False,
         **sampling: Unpack[SamplingKwargs],
     ) -> list[Request]:
         """One checked request per choice, for a `driver` to run.
 
         `thinking` is None for plain text; calls of `tools` are parsed out of a chat. `mask` makes the token mask of a
-        choice; `mark` ends names of captures."""
+        choice; `mark` ends names of captures. With `prompt_only` the prompt is computed and no token is sampled: the
+        prompt may fill the context, and `max_tokens` has no effect."""
         resolved = CallSampling.of(params, sampling)
         requests = self._requests(
-            prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals, tools=tools
+            prompt,
+            resolved,
+            per_prompt(capture, 1)[0],
+            steer,
+            thinking,
+            mark,
+            signals=signals,
+            tools=tools,
+            prompt_only=prompt_only,
         )
         for request in requests:
             request.mask = None if mask is None else mask()
@@ -567,13 +577,15 @@ class Engine(Analyses):
         planner: CapturePlanner | None = None,
         signals: Any = None,
         tools: Tools = None,
+        prompt_only: bool = False,
     ) -> list[Request]:
         """One request per choice of one prompt. `suffix` distinguishes the captures of several prompts."""
         params = sampling.params
         params.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
-        room = room_for(ids, self.max_context)
+        room = room_for(ids, self.max_context, prompt_only)
         max_tokens = params.max_tokens if sampling.max_tokens_given else min(params.max_tokens, room)
+        max_tokens = 0 if prompt_only else max_tokens
         self._core.check_context(len(ids), max_tokens)
         if params.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file

@@ -67,7 +67,7 @@ class EmbeddingsRoutes(Routes):
         spec = {"hooks": {body.hook: [layer]}, "positions": positions, "reduce": "mean", "dtype": "fp32"}
         return [
             GenerationCall(
-                engine.prompt_ids(text), {"max_tokens": 1}, capture={"memory": spec}, warnings=warnings
+                engine.prompt_ids(text), {}, capture={"memory": spec}, prompt_only=True, warnings=warnings
             )
             for text in texts
         ]

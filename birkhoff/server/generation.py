@@ -39,6 +39,7 @@ class GenerationCall:
     prompt_logprobs: bool = (
         False  # the response has those of the prompt, which take a forward pass of their own
     )
+    prompt_only: bool = False  # no token is sampled
     warnings: list[str] = field(default_factory=list)
 
     def requests(self, engine: Engine) -> list[Request]:
@@ -51,6 +52,7 @@ class GenerationCall:
             "tools": self.tools,
             "mask": self.mask,
             "signals": self.signals or None,
+            "prompt_only": self.prompt_only,
         }
         requests = engine.requests(self.prompt, steer=self.steer, capture=self.capture, **shared, **sampling)
         if self.baseline:

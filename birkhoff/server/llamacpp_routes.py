@@ -1,7 +1,8 @@
 """`POST /completion` of llama.cpp's server: plain text completion, complete and streamed.
 
 The prompt is text or token ids. Streamed events carry `content` and `stop`; the last one has the counts and timings,
-and no `[DONE]` follows. `n_predict` -1 means up to the end of the context.
+and no `[DONE]` follows. `n_predict` -1 means up to the end of the context; 0 computes the prompt, so that it is in the
+prefix cache, and generates nothing.
 """
 
 from __future__ import annotations
@@ -80,14 +81,17 @@ class LlamaCompletionRoutes(Routes):
         prompt = context.engine.prompt_ids(body.prompt)
         sampling = sampling_fields(body)
         sampling["repetition_penalty"] = body.repeat_penalty
-        unlimited = body.n_predict is None or body.n_predict < 1
-        sampling["max_tokens"] = context.remaining_context(len(prompt)) if unlimited else body.n_predict
+        if body.n_predict is None or body.n_predict < 0:
+            sampling["max_tokens"] = context.remaining_context(len(prompt))
+        elif body.n_predict:
+            sampling["max_tokens"] = body.n_predict
         schema = None if body.json_schema is None else schema_format(body.json_schema)
         return GenerationCall(
             prompt,
             sampling,
             steer=request_edits(body.steering_fields, context.engine),
             mask=context.grammars.from_response_format(schema),
+            prompt_only=body.n_predict == 0,
             warnings=warnings,
         )
 

@@ -268,10 +268,19 @@ class Engine(Analyses):
         )
 
     def chat_stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+        self,
+        stops: Sequence[str] = (),
+        *,
+        thinking: bool = False,
+        tools: Tools = None,
+        min_tokens: int = 0,
+        forced_call: bool = False,
     ) -> ChatStream:
-        """A parser of one answer in the model's chat format, to a prompt encoded with `thinking` and `tools`."""
-        return self.chat_format.stream(stops, thinking=thinking, tools=tools, min_tokens=min_tokens)
+        """A parser of one answer in the model's chat format, to a prompt encoded with `thinking` and `tools`. With
+        `forced_call` a grammar makes the answer a call of a tool."""
+        return self.chat_format.stream(
+            stops, thinking=thinking, tools=tools, min_tokens=min_tokens, forced_call=forced_call
+        )
 
     @property
     def chat_abilities(self) -> dict[str, bool]:
@@ -468,14 +477,15 @@ class Engine(Analyses):
         mark: str = "",
         signals: Any = None,
         tools: Tools = None,
+        forced_call: bool = False,
         prompt_only: bool = False,
         **sampling: Unpack[SamplingKwargs],
     ) -> list[Request]:
         """One checked request per choice, for a `driver` to run.
 
         `thinking` is None for plain text; calls of `tools` are parsed out of a chat. `mask` makes the token mask of a
-        choice; `mark` ends names of captures. With `prompt_only` the prompt is computed and no token is sampled: the
-        prompt may fill the context, and `max_tokens` has no effect."""
+        choice, with `forced_call` that of calls alone; `mark` ends names of captures. With `prompt_only` the prompt is
+        computed and no token is sampled: the prompt may fill the context, and `max_tokens` has no effect."""
         resolved = CallSampling.of(params, sampling)
         requests = self._requests(
             prompt,
@@ -486,6 +496,7 @@ class Engine(Analyses):
             mark,
             signals=signals,
             tools=tools,
+            forced_call=forced_call,
             prompt_only=prompt_only,
         )
         for request in requests:
@@ -577,6 +588,7 @@ class Engine(Analyses):
         planner: CapturePlanner | None = None,
         signals: Any = None,
         tools: Tools = None,
+        forced_call: bool = False,
         prompt_only: bool = False,
     ) -> list[Request]:
         """One request per choice of one prompt. `suffix` distinguishes the captures of several prompts."""
@@ -616,7 +628,7 @@ class Engine(Analyses):
                 max_tokens,
                 seed if choice == 0 else seed_for(SamplingParams(seed=seed % 2**63), choice),
                 frozenset(self.config.eos_token_ids),
-                self._text_sink(params, thinking, tools),
+                self._text_sink(params, thinking, tools, forced_call),
                 plan(choice),
                 context=params.context,
             )
@@ -624,13 +636,15 @@ class Engine(Analyses):
         return [request(choice) for choice in range(params.n)]
 
     def _text_sink(
-        self, params: SamplingParams, thinking: bool | None, tools: Tools
+        self, params: SamplingParams, thinking: bool | None, tools: Tools, forced_call: bool
     ) -> TextStream | ChatStream | None:
         if self._tokenizer is None:
             return None
         if thinking is None:
             return TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
-        return self.chat_stream(params.stop, thinking=thinking, tools=tools, min_tokens=params.min_tokens)
+        return self.chat_stream(
+            params.stop, thinking=thinking, tools=tools, min_tokens=params.min_tokens, forced_call=forced_call
+        )
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: text is encoded after the begin-of-text token, chat messages with the model's chat

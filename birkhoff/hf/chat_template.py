@@ -78,13 +78,20 @@ class TemplateChat:
         return [int(token) for token in ids]
 
     def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+        self,
+        stops: Sequence[str] = (),
+        *,
+        thinking: bool = False,
+        tools: Tools = None,
+        min_tokens: int = 0,
+        forced_call: bool = False,
     ) -> ChatStream:
         parser = TemplateParser(
             reasons=self.reasons,
             in_reasoning=self._opens[thinking],
             calls=self.calls if tools else None,
             tools=tools or (),
+            forced_call=forced_call,
         )
         return ChatStream(self._decoder, stops, parser=parser, min_tokens=min_tokens)
 

@@ -36,6 +36,7 @@ class GenerationCall:
     signals: Any = None
     baseline: bool = False
     mask: Callable[[], TokenMask] | None = None
+    forced_call: bool = False  # the mask is the grammar of tool calls
     prompt_logprobs: bool = (
         False  # the response has those of the prompt, which take a forward pass of their own
     )
@@ -51,6 +52,7 @@ class GenerationCall:
             "thinking": self.thinking,
             "tools": self.tools,
             "mask": self.mask,
+            "forced_call": self.forced_call,
             "signals": self.signals or None,
             "prompt_only": self.prompt_only,
         }
@@ -132,6 +134,12 @@ def token_logprob(entry: TokenLogprob, engine: Engine) -> dict[str, Any]:
 
     top = [token_json(token, logprob) for token, logprob in entry.top]
     return {**token_json(entry.token_id, entry.logprob), "top_logprobs": top}
+
+
+def in_reasoning(request: Request, index: int) -> bool:
+    """Whether a generated token belongs to the reasoning of a chat, its end marker included."""
+    flags: Sequence[bool] = getattr(request.sink, "reasoning_flags", ())
+    return index < len(flags) and flags[index]
 
 
 def is_eos(token_id: int | None, request: Request) -> bool:

@@ -143,33 +143,25 @@ class OllamaRoutes(Routes):
             thinking, effort = REASONING_EFFORTS[body.think]
         elif body.think is not None:
             thinking = body.think
-        mask = None
+        sampling = body.options.sampling_arguments() if body.options is not None else {}
+        steer = request_edits(body.steering_fields, context.engine)
         if messages is None:
             assert isinstance(body, OllamaGenerateBody)
-            prompt = context.engine.prompt_ids(body.prompt)
-        else:
-            prompt, mask, tools = encode_chat(
-                context,
-                normalize_messages(messages),
-                thinking=thinking,
-                effort=effort,
-                tools=tools,
-                tool_choice=None,
-                single_call=False,
-                response_format=_response_format(body.format),
-            )
-        sampling = body.options.sampling_arguments() if body.options is not None else {}
-        if "max_tokens" not in sampling:
-            sampling["max_tokens"] = context.remaining_context(len(prompt))
-        return GenerationCall(
-            prompt,
-            sampling,
-            None if messages is None else thinking,
-            tools,
-            steer=request_edits(body.steering_fields, context.engine),
-            mask=mask,
-            warnings=warnings,
+            ids = context.engine.prompt_ids(body.prompt)
+            sampling.setdefault("max_tokens", context.remaining_context(len(ids)))
+            return GenerationCall(ids, sampling, steer=steer, warnings=warnings)
+        chat = encode_chat(
+            context,
+            normalize_messages(messages),
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=None,
+            single_call=False,
+            response_format=_response_format(body.format),
         )
+        sampling.setdefault("max_tokens", context.remaining_context(len(chat.ids)))
+        return chat.generation(sampling, steer=steer, warnings=warnings)
 
 
 class OllamaFormatter(StreamFormatter):

@@ -37,7 +37,7 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, is_eos, new_id, now, token_logprob, usage
+from birkhoff.server.generation import GenerationCall, in_reasoning, is_eos, new_id, now, token_logprob, usage
 from birkhoff.server.sse import format_event
 from birkhoff.server.tools import Tools
 
@@ -106,7 +106,7 @@ class ResponseRoutes(Routes):
         thinking, effort = self._context.thinks_by_default, None
         if body.reasoning is not None and body.reasoning.effort is not None:
             thinking, effort = REASONING_EFFORTS[body.reasoning.effort]
-        prompt, mask, tools = encode_chat(
+        prompt = encode_chat(
             self._context,
             normalize_messages(_chat_messages(body)),
             thinking=thinking,
@@ -117,12 +117,12 @@ class ResponseRoutes(Routes):
             response_format=_response_format(body),
         )
         sampling = sampling_fields(body)
-        sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
+        sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt.ids))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
-        return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
+        return prompt.generation(sampling, warnings=warnings, **arguments)
 
 
 def _chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -257,11 +257,10 @@ class ResponseObjectFormatter(BlockFormatter):
     def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         logprobs = []
         if request is not None and request.params.logprobs is not None:
-            after_reasoning = request.logprobs[getattr(request.sink, "reasoning_tokens", 0) :]
             logprobs = [
                 token_logprob(entry, self._context.engine)
-                for entry in after_reasoning
-                if not is_eos(entry.token_id, request)
+                for index, entry in enumerate(request.logprobs)
+                if not is_eos(entry.token_id, request) and not in_reasoning(request, index)
             ]
         return {
             "type": "output_text",

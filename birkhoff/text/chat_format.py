@@ -39,9 +39,16 @@ class ChatFormat(Protocol):
         ...
 
     def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+        self,
+        stops: Sequence[str] = (),
+        *,
+        thinking: bool = False,
+        tools: Tools = None,
+        min_tokens: int = 0,
+        forced_call: bool = False,
     ) -> ChatStream:
-        """A parser of one answer to a prompt encoded with `thinking` and `tools`."""
+        """A parser of one answer to a prompt encoded with `thinking` and `tools`. With `forced_call` a grammar makes
+        the answer a call of a tool, so that a tag which is cut off is no content."""
         ...
 
 
@@ -64,7 +71,13 @@ class V4Chat:
         return "" if thinking else None
 
     def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
+        self,
+        stops: Sequence[str] = (),
+        *,
+        thinking: bool = False,
+        tools: Tools = None,
+        min_tokens: int = 0,
+        forced_call: bool = False,
     ) -> ChatStream:
-        parser = CompletionParser(thinking=thinking)
+        parser = CompletionParser(thinking=thinking, forced_call=forced_call)
         return ChatStream(self._tokenizer, stops, parser=parser, min_tokens=min_tokens)

@@ -11,6 +11,7 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
+import birkhoff
 from tests.server.conftest import serving, user
 
 WEATHER = {
@@ -182,6 +183,32 @@ def test_openai_reasoning_is_separate(client):
         if hasattr(chunk.choices[0].delta, "reasoning_content")
     )
     assert streamed == message.reasoning
+
+
+def test_openai_logprobs_of_reasoning_have_a_list_of_their_own(client):
+    """A bias ends the reasoning after some tokens; then a schema leaves one answer."""
+    with birkhoff.load("nano") as engine:
+        end = engine.tokenizer.token_id("</think>")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "a fox in a box"}}}
+    ask = {"model": "nano", "messages": ASK["messages"], "max_tokens": 80, "seed": 5, "response_format": form}
+    ask |= {"logprobs": True, "top_logprobs": 1, "reasoning_effort": "low", "logit_bias": {str(end): 12}}
+    whole = client.chat.completions.create(**ask)
+    (choice,) = whole.choices
+    message, logprobs = choice.message, choice.logprobs
+    assert message.content == '"a fox in a box"' and message.reasoning
+    assert "".join(entry.token for entry in logprobs.content) == message.content
+    reasoning = [entry["token"] for entry in logprobs.reasoning_content]
+    assert "".join(reasoning) == message.reasoning + "</think>"
+    assert len(reasoning) == whole.usage.completion_tokens_details.reasoning_tokens > 1
+    streamed: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        found = chunk.choices[0].logprobs
+        for name, tokens in streamed.items() if found is not None else ():
+            tokens += [dict(entry)["token"] for entry in getattr(found, name, ())]
+    assert streamed["content"] == [entry.token for entry in logprobs.content]
+    assert streamed["reasoning_content"] == reasoning
+    plain = client.chat.completions.create(**ask | {"reasoning_effort": "none"}).choices[0]
+    assert not hasattr(plain.logprobs, "reasoning_content")
 
 
 def test_openai_text_offsets_are_positions_of_characters(client):

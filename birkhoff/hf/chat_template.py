@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from birkhoff.errors import OptionError, PromptError, quoted
-from birkhoff.text.chat_format import Messages, Tools
+from birkhoff.text.chat_format import AnswerOptions, Messages, Tools
 from birkhoff.text.markers import END_THINK, THINK
 from birkhoff.text.output_stream import ChatStream
 from birkhoff.text.template_answer import MISTRAL, TemplateParser, call_syntax, takes_tools, writes_reasoning
@@ -77,23 +77,16 @@ class TemplateChat:
             ) from None
         return [int(token) for token in ids]
 
-    def stream(
-        self,
-        stops: Sequence[str] = (),
-        *,
-        thinking: bool = False,
-        tools: Tools = None,
-        min_tokens: int = 0,
-        forced_call: bool = False,
-    ) -> ChatStream:
+    def stream(self, stops: Sequence[str] = (), **options: Unpack[AnswerOptions]) -> ChatStream:
+        tools = options.get("tools")
         parser = TemplateParser(
             reasons=self.reasons,
-            in_reasoning=self._opens[thinking],
+            in_reasoning=self._opens[options.get("thinking", False)],
             calls=self.calls if tools else None,
             tools=tools or (),
-            forced_call=forced_call,
+            forced_call=options.get("forced_call", False),
         )
-        return ChatStream(self._decoder, stops, parser=parser, min_tokens=min_tokens)
+        return ChatStream(self._decoder, stops, parser=parser, min_tokens=options.get("min_tokens", 0))
 
     def _apply(self, messages: list[dict[str, Any]], thinking: bool, **options: Any) -> Any:
         return self._tokenizer.apply_chat_template(

@@ -102,6 +102,14 @@ def generation_warnings(request: Request) -> list[str]:
     return [*warnings, grammar_problem] if grammar_problem else warnings
 
 
+def call_warnings(generation: GenerationCall, requests: Sequence[Request]) -> list[str]:
+    """Warnings about the fields of a call and about its finished requests."""
+    return [
+        *generation.warnings,
+        *(warning for request in requests for warning in generation_warnings(request)),
+    ]
+
+
 def usage(requests: Sequence[Request], choices: int = 1) -> dict[str, Any]:
     """OpenAI's `usage` object of one or several prompts with `choices` requests each: tokens of a prompt are counted
     once, completion tokens over all choices."""

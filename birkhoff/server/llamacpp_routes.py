@@ -29,7 +29,13 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure, stop_reason
+from birkhoff.server.generation import (
+    GenerationCall,
+    call_warnings,
+    parsed_message,
+    raise_on_failure,
+    stop_reason,
+)
 from birkhoff.server.sse import format_event
 from birkhoff.server.steering_routes import request_edits
 from birkhoff.server.stream_formatter import StreamFormatter
@@ -73,7 +79,7 @@ class LlamaCompletionRoutes(Routes):
         """Text completion in the format of llama.cpp's server."""
         body, warnings = await self._context.read_body(http, LlamaCompletionBody)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
-        formatter = LlamaCompletionFormatter(self._context, body)
+        formatter = LlamaCompletionFormatter(self._context, body, generation)
         return await self._context.run(http, [generation], formatter, bool(body.stream))
 
     def _generation(self, body: LlamaCompletionBody, warnings: list[str]) -> GenerationCall:
@@ -99,9 +105,10 @@ class LlamaCompletionRoutes(Routes):
 class LlamaCompletionFormatter(StreamFormatter):
     """Renders answers of `/completion`."""
 
-    def __init__(self, context: ServingContext, body: LlamaCompletionBody):
+    def __init__(self, context: ServingContext, body: LlamaCompletionBody, generation: GenerationCall):
         super().__init__(context)
         self._body = body
+        self._generation = generation
 
     def full_response(self, call: ActiveCall) -> Json:
         (request,) = call.requests
@@ -128,6 +135,7 @@ class LlamaCompletionFormatter(StreamFormatter):
         """A complete answer, or the last event of a stream."""
         timings, word = timings_of(request), stop_reason(request)
         kind = "limit" if request.finish_reason == "length" else "word" if isinstance(word, str) else "eos"
+        warnings = call_warnings(self._generation, [request])
         cached, predicted_n = request.cached_tokens or 0, len(request.output_ids)
         return {
             "index": 0,
@@ -155,4 +163,5 @@ class LlamaCompletionFormatter(StreamFormatter):
                 "predicted_ms": timings["decode_ms"],
                 "predicted_per_second": timings["tokens_per_second"],
             },
+            **({"warnings": warnings} if warnings else {}),
         }

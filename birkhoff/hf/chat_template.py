@@ -63,6 +63,8 @@ class TemplateChat:
             raise PromptError("the list of messages is empty. Pass at least one.")
         asks = messages[-1].get("role") != "assistant"
         options = {"add_generation_prompt": asks, "tools": list(tools) if tools else None}
+        if not asks and messages[-1].get("wo_eos"):
+            options["continue_final_message"] = True
         if effort is not None:
             options["reasoning_effort"] = effort
         try:

@@ -35,8 +35,9 @@ class ChatPrompt:
     tools: Tools | None
     mask: MaskFactory | None
     forced_call: bool
+    warnings: tuple[str, ...] = ()
 
-    def generation(self, sampling: dict[str, Any], **arguments: Any) -> GenerationCall:
+    def generation(self, sampling: dict[str, Any], warnings: list[str], **arguments: Any) -> GenerationCall:
         """The call that answers the chat; `arguments` are further fields of it."""
         return GenerationCall(
             self.ids,
@@ -45,6 +46,7 @@ class ChatPrompt:
             self.tools,
             mask=self.mask,
             forced_call=self.forced_call,
+            warnings=[*warnings, *self.warnings],
             **arguments,
         )
 
@@ -60,11 +62,13 @@ def encode_chat(
     single_call: bool,
     response_format: ResponseFormat | None,
     refuse_both: bool = False,
+    continue_final: bool = False,
 ) -> ChatPrompt:
     """Encode a chat and compile the grammar its output must follow.
 
     `messages` are in OpenAI's form, see `normalize_messages`. A forced tool call takes precedence over
-    `response_format`; with `refuse_both` the combination is refused."""
+    `response_format`; with `refuse_both` the combination is refused. With `continue_final` the answer continues the
+    last message, which is the assistant's."""
     if tools and not context.engine.chat_abilities["tools"]:
         raise bad_request(
             "tools: this model's chat template takes none. Leave them out, or describe them in a message.",
@@ -83,6 +87,25 @@ def encode_chat(
                 "response_format and a forced tool call exclude each other. Choose one.", "response_format"
             )
         mask = mask or format_mask
+    warnings: tuple[str, ...] = ()
+    last = messages[-1] if messages else {}
+    if continue_final:
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            raise bad_request(
+                "the last message is to be continued, and it is no text of the assistant.", "messages"
+            )
+        if thinking or mask is not None:
+            what = "with reasoning" if thinking else "in a given form"
+            raise bad_request(
+                f"the last message is to be continued, and the answer {what} begins anew. Choose one.",
+                "messages",
+            )
+        messages = [*messages[:-1], {**last, "wo_eos": True}]
+    elif last.get("role") == "assistant" and not last.get("wo_eos"):
+        warnings = (
+            "the last message is the assistant's and complete: there is nothing to answer. End with another role, or "
+            "continue it.",
+        )
     json_schema = response_format.json_schema if response_format else None
     ids = context.engine.encode_chat(
         messages,
@@ -91,7 +114,7 @@ def encode_chat(
         tools=tools,
         response_format=json_schema.schema_ if json_schema else None,
     )
-    return ChatPrompt(ids, thinking, tools, mask, forced_call)
+    return ChatPrompt(ids, thinking, tools, mask, forced_call, warnings)
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

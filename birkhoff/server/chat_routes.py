@@ -101,14 +101,16 @@ class ChatRoutes(Routes):
         if body.modalities not in (None, ["text"]):
             raise bad_request("modalities: this model speaks text only. Leave it out.", "modalities")
         refuse_verbosity(body.verbosity, "verbosity")
-        only_values = {
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "skip_special_tokens": True,
-        }
-        for name, only in only_values.items():
-            if getattr(body, name) not in (None, only):
-                raise bad_request(f"{name} can only be {str(only).lower()} here. Leave it out.", name)
+        continue_final = bool(body.continue_final_message)
+        if body.skip_special_tokens is False:
+            raise bad_request(
+                "skip_special_tokens can only be true here. Leave it out.", "skip_special_tokens"
+            )
+        if body.add_generation_prompt not in (None, not continue_final):
+            raise bad_request(
+                "add_generation_prompt can only be the opposite of continue_final_message here. Leave it out.",
+                "add_generation_prompt",
+            )
         thinking, effort = self._reasoning(body)
         prompt = encode_chat(
             context,
@@ -120,6 +122,7 @@ class ChatRoutes(Routes):
             single_call=body.parallel_tool_calls is False,
             response_format=body.response_format,
             refuse_both=True,
+            continue_final=continue_final,
         )
         sampling = body.sampling_arguments(context.settings.max_choices)
         if body.max_completion_tokens is not None:
@@ -130,13 +133,14 @@ class ChatRoutes(Routes):
             sampling["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-        return prompt.generation(sampling, warnings=warnings, **context.interp_arguments(body))
+        warnings = [*warnings, *body.warnings]
+        return prompt.generation(sampling, warnings, **context.interp_arguments(body))
 
     def _reasoning(self, body: ChatBody) -> tuple[bool, str | None]:
         """Whether to think, and with which effort.
 
         Taken from the first that is set of `reasoning_effort`, `thinking` and `chat_template_kwargs`, else the
-        model's default."""
+        model's default; a message that is continued has no reasoning."""
         if body.reasoning_effort is not None:
             return REASONING_EFFORTS[body.reasoning_effort]
         if body.thinking is not None:
@@ -146,7 +150,7 @@ class ChatRoutes(Routes):
             thinking = template.enable_thinking if template.thinking is None else template.thinking
             if thinking is not None:
                 return thinking, None
-        return self._context.thinks_by_default, None
+        return self._context.thinks_by_default and not body.continue_final_message, None
 
 
 class ChatFormatter(ChoicesFormatter):

@@ -94,6 +94,7 @@ class CompletionRoutes(Routes):
             del sampling["max_tokens"]
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
+        warnings = [*warnings, *body.warnings]
         mask = self._context.grammars.from_response_format(body.response_format)
         arguments = self._context.interp_arguments(body)
         arguments["prompt_logprobs"] = bool(body.echo) and body.logprobs is not None

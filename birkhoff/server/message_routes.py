@@ -113,7 +113,10 @@ class MessageRoutes(Routes):
         return prompt.generation(sampling, warnings=warnings, **arguments)
 
     def _encode(self, body: PromptFields) -> ChatPrompt:
-        thinking, effort = self._context.thinks_by_default, None
+        messages = _chat_messages(body)
+        # As in Anthropic's API, a last message of the assistant is the beginning of the answer.
+        continued = body.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
+        thinking, effort = self._context.thinks_by_default and not continued, None
         if body.thinking is not None:
             thinking = body.thinking.type != "disabled"
         config = body.output_config
@@ -130,13 +133,14 @@ class MessageRoutes(Routes):
             response_format = schema_format(schema)
         return encode_chat(
             self._context,
-            _chat_messages(body),
+            messages,
             thinking=thinking,
             effort=effort,
             tools=_function_tools(body.tools),
             tool_choice=tool_choice,
             single_call=single_call,
             response_format=response_format,
+            continue_final=continued,
         )
 
 

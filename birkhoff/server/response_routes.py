@@ -7,13 +7,15 @@ are numbered in order; the last one carries the complete response.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.engine.request import Request
+from birkhoff.api.driver import RequestOutput
+from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
@@ -191,6 +193,8 @@ class ResponseObjectFormatter(BlockFormatter):
     def __init__(self, context: ServingContext, generation: GenerationCall, model: str, body: ResponsesBody):
         super().__init__(context, generation)
         self._sequence_number = 0
+        self._streamed_tokens = 0
+        self._new_logprobs: list[dict[str, Any]] = []  # of tokens whose text was not sent yet
         self._head: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",
@@ -255,19 +259,29 @@ class ResponseObjectFormatter(BlockFormatter):
         return {"type": "message", "id": block.id, "role": "assistant", "status": status, "content": content}
 
     def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
-        logprobs = []
-        if request is not None and request.params.logprobs is not None:
-            logprobs = [
-                token_logprob(entry, self._context.engine)
-                for index, entry in enumerate(request.logprobs)
-                if not is_eos(entry.token_id, request) and not in_reasoning(request, index)
-            ]
+        logprobs = [] if request is None else self._logprobs(request, request.logprobs)
         return {
             "type": "output_text",
             "text": block.text if request else "",
             "annotations": [],
             "logprobs": logprobs,
         }
+
+    def _logprobs(
+        self, request: Request, entries: Sequence[TokenLogprob], first: int = 0
+    ) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens from index `first` on that are no reasoning; none unless requested."""
+        return [
+            token_logprob(entry, self._context.engine)
+            for index, entry in enumerate(entries, first)
+            if not is_eos(entry.token_id, request) and not in_reasoning(request, index)
+        ]
+
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        entries = [token.logprob for token in output.tokens if token.logprob is not None]
+        self._new_logprobs += self._logprobs(output.request, entries, self._streamed_tokens)
+        self._streamed_tokens += len(entries)
+        return super().output_events(index, output)
 
     def start_events(self, call: ActiveCall) -> list[bytes]:
         return [
@@ -303,7 +317,8 @@ class ResponseObjectFormatter(BlockFormatter):
                 return [self._event("response.function_call_arguments.delta", **item, delta=delta.text)]
             if block.kind == "reasoning":
                 return [self._event("response.reasoning_text.delta", **part, delta=delta.text)]
-            return [self._event("response.output_text.delta", **part, delta=delta.text, logprobs=[])]
+            logprobs, self._new_logprobs = self._new_logprobs, []
+            return [self._event("response.output_text.delta", **part, delta=delta.text, logprobs=logprobs)]
         events = []
         if block.kind == "tool":
             done = {"name": block.name, "arguments": block.text}

@@ -245,6 +245,10 @@ def test_openai_responses_logprobs_are_those_of_the_text(client):
     events = list(client.responses.create(**ask, include=include, stream=True))
     (done,) = (event for event in events if event.type == "response.output_text.done")
     assert [entry.token for entry in done.logprobs] == [entry.token for entry in whole.logprobs]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [e.token for e in whole.logprobs]
+    plain = client.responses.create(**ask | {"top_logprobs": None}, stream=True)
+    assert not any(event.logprobs for event in plain if event.type == "response.output_text.delta")
 
 
 def test_openai_completions_and_models(client):
@@ -458,3 +462,52 @@ def test_clients_retry_when_the_queue_is_full(tmp_path):
                     and caught.value.code == "queue-full"
                 )
                 assert patient.chat.completions.create(**ASK).choices[0].message.content
+
+
+def test_the_last_message_of_the_assistant_is_continued(client, claude, served):
+    """Anthropic's clients begin an answer in this way; OpenAI's say `continue_final_message`, as vLLM's do."""
+    messages = [*user("Tell me a story."), {"role": "assistant", "content": "Once upon a time, there was a"}]
+    with birkhoff.load("nano") as engine:
+        begun = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+        expected = engine.chat(begun, temperature=0, max_tokens=12).text
+        prompt = len(engine.encode_chat(begun))
+    said = claude.messages.create(
+        model="nano", max_tokens=12, messages=messages, extra_body={"temperature": 0}
+    )
+    assert said.content[0].text == expected and said.usage.input_tokens == prompt
+    assert claude.messages.count_tokens(model="nano", messages=messages).input_tokens == prompt
+    ask = {"model": "nano", "messages": messages, "max_tokens": 12, "temperature": 0}
+    continued = client.chat.completions.create(**ask, extra_body={"continue_final_message": True})
+    assert continued.choices[0].message.content == expected
+    anew = client.chat.completions.create(**ask)
+    assert "there is nothing to answer" in anew.warnings[0]
+    with pytest.raises(openai.BadRequestError, match="no text of the assistant"):
+        client.chat.completions.create(**ASK, extra_body={"continue_final_message": True})
+    with pytest.raises(openai.BadRequestError, match="the answer with reasoning begins anew"):
+        client.chat.completions.create(
+            **ask, reasoning_effort="low", extra_body={"continue_final_message": True}
+        )
+    with pytest.raises(anthropic.BadRequestError, match="begins anew"):
+        claude.messages.create(
+            model="nano",
+            max_tokens=2000,
+            messages=messages,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )
+    wrong = {**ask, "continue_final_message": True, "add_generation_prompt": True}
+    assert served.post("/v1/chat/completions", wrong).json()["error"]["param"] == "add_generation_prompt"
+
+
+def test_options_of_streams_need_a_stream(served):
+    for path, prompt in (
+        ("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 2}),
+    ):
+        usage = {**prompt, "stream_options": {"include_usage": True}}
+        refused = served.post(path, usage)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream_options"
+        assert served.events(path, usage)[-1]["usage"]["completion_tokens"] == 2
+        progress = {**prompt, "return_progress": True}
+        (warning,) = served.post(path, progress).json()["warnings"]
+        assert warning == "return_progress has no effect without stream."
+        assert not any("warnings" in chunk for chunk in served.events(path, progress))

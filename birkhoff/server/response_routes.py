@@ -128,35 +128,54 @@ class ResponseRoutes(Routes):
 
 
 def _chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Input items as chat messages. Consecutive function calls are merged into one assistant message."""
+    """Input items as chat messages. The items of one answer, its reasoning, text and function calls, become one message
+    of the assistant."""
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": body.instructions}] if body.instructions else []
     )
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    merge_into: list[dict[str, Any]] | None = None  # tool calls of the last message, if it only holds such
+    answer: dict[str, Any] | None = None  # the message that the next items of an answer belong to
     for index, item in enumerate(body.input):
         kind, where = item.get("type", "message"), f"input[{index}]"
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
+        if kind in ("reasoning", "function_call") and answer is None:
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        if kind == "reasoning":
+            assert answer is not None
+            text = _reasoning_text(item, where)
+            if text:
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
         elif kind == "function_call":
+            assert answer is not None
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
-            if merge_into is not None:
-                merge_into.append(call)
-            else:
-                merge_into = [call]
-                messages.append({"role": "assistant", "content": "", "tool_calls": merge_into})
-            continue
+            answer.setdefault("tool_calls", []).append(call)
+        elif kind == "message" and item.get("role") == "assistant":
+            if answer is None or answer["content"] or "tool_calls" in answer:
+                answer = {"role": "assistant"}
+                messages.append(answer)
+            answer["content"] = item.get("content")
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+            answer = None
         elif kind == "function_call_output":
             call_id = str(item.get("call_id", ""))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
-        elif kind == "reasoning":  # reasoning of earlier turns is not part of the prompt
-            continue
+            answer = None
         else:
             raise bad_request(f"{where}.type: {kind!a} is no item this server knows.", where)
-        merge_into = None
-    return messages
+    return [message for message in messages if message != {"role": "assistant", "content": ""}]
+
+
+def _reasoning_text(item: dict[str, Any], where: str) -> str:
+    """The text of a reasoning item; its summary is none of the model's words."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise bad_request(f"{where}.content: expected parts with a text.", where)
+    return "".join(part["text"] for part in parts)
 
 
 def _function_tools(tools: Tools | None) -> Tools | None:

@@ -511,3 +511,50 @@ def test_options_of_streams_need_a_stream(served):
         (warning,) = served.post(path, progress).json()["warnings"]
         assert warning == "return_progress has no effect without stream."
         assert not any("warnings" in chunk for chunk in served.events(path, progress))
+
+
+def test_items_of_one_answer_are_one_message(client):
+    """In the plain loop of the Responses API, reasoning, text and calls come back as items of their own."""
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    items = [
+        {"role": "user", "content": "Look."},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "a fox"},
+        {"type": "function_call_output", "call_id": "2", "output": "a box"},
+        {"type": "reasoning", "id": "q", "summary": [{"type": "summary_text", "text": "Nothing."}]},
+    ]
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in "12"]
+    messages = [
+        *user("Look."),
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "a fox"},
+        {"role": "tool", "tool_call_id": "2", "content": "a box"},
+    ]
+    shown = [{"type": "function", "function": {key: tool[key] for key in ("name", "parameters")}}]
+    with birkhoff.load("nano") as engine:
+        for thinking, effort in ((True, "low"), (False, "none")):
+            prompt = engine.encode_chat(messages, thinking=thinking, tools=shown)
+            answer = client.responses.create(
+                model="nano", input=items, tools=[tool], reasoning={"effort": effort}, max_output_tokens=2
+            )
+            assert answer.usage.input_tokens == len(prompt)
+            chat = client.chat.completions.create(
+                model="nano",
+                messages=messages,
+                tools=shown,
+                reasoning_effort=effort,
+                max_tokens=2,
+                extra_body={"return_token_ids": True},
+            )
+            assert chat.prompt_token_ids == prompt
+    with pytest.raises(openai.BadRequestError, match="expected parts with a text"):
+        client.responses.create(model="nano", input=[{"type": "reasoning", "content": "Hm."}])

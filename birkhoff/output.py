@@ -157,11 +157,12 @@ def timings_of(request: Request) -> dict[str, float | int | None]:
     def between(start: float | None, stop: float | None) -> float | None:
         return None if start is None or stop is None else (stop - start) * 1e3
 
+    prompt_computed = t.finished if request.prompt_only else t.first_token
     decode_ms = between(t.first_token, t.finished)
     later = len(request.output_ids) - 1
     return {
         "queue_ms": between(t.submitted, t.admitted),
-        "prefill_ms": between(t.admitted, t.first_token),
+        "prefill_ms": between(t.admitted, prompt_computed),
         "decode_ms": decode_ms,
         "prompt_tokens": len(request.prompt_ids),
         "output_tokens": len(request.output_ids),

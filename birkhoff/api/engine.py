@@ -13,6 +13,7 @@ from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.gradients import GradientScope
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.analyses import Analyses
+from birkhoff.api.answer_form import AnswerForm
 from birkhoff.api.call_sampling import CallSampling
 from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.engine_html import engine_html
@@ -42,10 +43,12 @@ from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
-from birkhoff.text.chat_format import ChatFormat, Tools
-from birkhoff.text.output_stream import ChatStream, TextStream
+from birkhoff.text.chat_format import AnswerOptions, ChatFormat, Tools
+from birkhoff.text.output_stream import ChatStream
 from birkhoff.text.prompts import Prompt, check_ids, check_length, is_messages, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer, plain_ids
+
+PLAIN_TEXT = AnswerForm()
 
 
 class Engine(Analyses):
@@ -235,16 +238,14 @@ class Engine(Analyses):
         if baseline and sampling.params.seed is None:  # the twins share one seed
             seed = seed_for(sampling.params) % 2**63
             sampling = replace(sampling, params=replace(sampling.params, seed=seed))
+        form = AnswerForm(thinking, tools)
         groups = [
-            self._requests(prompt, sampling, spec, edits, thinking, suffix, signals=signals, tools=tools)
+            self._requests(prompt, sampling, spec, edits, suffix, signals=signals, form=form)
             for prompt, spec, edits, suffix in zip(prompts, captures, steers, suffixes)
         ]
         twins = []
         if baseline:
-            twins = [
-                self._requests(each, sampling, None, None, thinking, signals=signals, tools=tools)
-                for each in prompts
-            ]
+            twins = [self._requests(each, sampling, None, signals=signals, form=form) for each in prompts]
         self._run([request for group in [*groups, *twins] for request in group])
         answers = [[_output(request) for request in group] for group in groups]
         for outputs, group in zip(answers, twins):
@@ -267,11 +268,9 @@ class Engine(Analyses):
             messages, thinking=thinking, effort=effort, tools=tools, response_format=response_format
         )
 
-    def chat_stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
-    ) -> ChatStream:
-        """A parser of one answer in the model's chat format, to a prompt encoded with `thinking` and `tools`."""
-        return self.chat_format.stream(stops, thinking=thinking, tools=tools, min_tokens=min_tokens)
+    def chat_stream(self, stops: Sequence[str] = (), **options: Unpack[AnswerOptions]) -> ChatStream:
+        """A parser of one answer in the model's chat format."""
+        return self.chat_format.stream(stops, **options)
 
     @property
     def chat_abilities(self) -> dict[str, bool]:
@@ -468,15 +467,19 @@ class Engine(Analyses):
         mark: str = "",
         signals: Any = None,
         tools: Tools = None,
+        forced_call: bool = False,
+        prompt_only: bool = False,
         **sampling: Unpack[SamplingKwargs],
     ) -> list[Request]:
         """One checked request per choice, for a `driver` to run.
 
         `thinking` is None for plain text; calls of `tools` are parsed out of a chat. `mask` makes the token mask of a
-        choice; `mark` ends names of captures."""
+        choice, with `forced_call` that of calls alone; `mark` ends names of captures. With `prompt_only` the prompt is
+        computed and no token is sampled: the prompt may fill the context, and `max_tokens` has no effect."""
         resolved = CallSampling.of(params, sampling)
+        form = AnswerForm(thinking, tools, forced_call, prompt_only)
         requests = self._requests(
-            prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals, tools=tools
+            prompt, resolved, per_prompt(capture, 1)[0], steer, mark, signals=signals, form=form
         )
         for request in requests:
             request.mask = None if mask is None else mask()
@@ -562,18 +565,18 @@ class Engine(Analyses):
         sampling: CallSampling,
         capture: CaptureRequestSpec | None,
         steer: Steering = None,
-        thinking: bool | None = None,
         suffix: str = "",
         planner: CapturePlanner | None = None,
         signals: Any = None,
-        tools: Tools = None,
+        form: AnswerForm = PLAIN_TEXT,
     ) -> list[Request]:
         """One request per choice of one prompt. `suffix` distinguishes the captures of several prompts."""
         params = sampling.params
         params.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
-        room = room_for(ids, self.max_context)
+        room = room_for(ids, self.max_context, form.prompt_only)
         max_tokens = params.max_tokens if sampling.max_tokens_given else min(params.max_tokens, room)
+        max_tokens = 0 if form.prompt_only else max_tokens
         self._core.check_context(len(ids), max_tokens)
         if params.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the error that names the missing file
@@ -604,21 +607,12 @@ class Engine(Analyses):
                 max_tokens,
                 seed if choice == 0 else seed_for(SamplingParams(seed=seed % 2**63), choice),
                 frozenset(self.config.eos_token_ids),
-                self._text_sink(params, thinking, tools),
+                form.text_sink(params, self._tokenizer, self.chat_stream),
                 plan(choice),
                 context=params.context,
             )
 
         return [request(choice) for choice in range(params.n)]
-
-    def _text_sink(
-        self, params: SamplingParams, thinking: bool | None, tools: Tools
-    ) -> TextStream | ChatStream | None:
-        if self._tokenizer is None:
-            return None
-        if thinking is None:
-            return TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
-        return self.chat_stream(params.stop, thinking=thinking, tools=tools, min_tokens=params.min_tokens)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt: text is encoded after the begin-of-text token, chat messages with the model's chat

@@ -29,12 +29,19 @@ from birkhoff.api.run_plan import (
 from birkhoff.byte_size import format_bytes
 from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.capture.store.writer import CaptureWriter
-from birkhoff.config import ModelConfig
+from birkhoff.config import ModelConfig, V4Config
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import shipped_vectors
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import CachePlan, HostBudget, MemoryBudget, plan_cache
+from birkhoff.engine.memory_plan import (
+    CachePlan,
+    HostBudget,
+    MemoryBudget,
+    page_bytes,
+    plan_cache,
+    snapshot_bytes,
+)
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
@@ -87,6 +94,7 @@ def load(
     checkpoint = open_checkpoint(path)
     check_context(chosen, checkpoint)
     run = plan_run(chosen, checkpoint)
+    _check_page_files(chosen, checkpoint.config, run)
     network, memory = _build_model(chosen, checkpoint, run)
     placed = memory if isinstance(memory, PlacedExperts) else None
     later = network.cold_expert_names() if chosen.background_experts else {}
@@ -366,6 +374,24 @@ def _announce_compilation() -> None:
     print(f"birkhoff: compiling CPU kernels, {kept}", file=sys.stderr, flush=True)
 
 
+def _check_page_files(options: EngineOptions, config: V4Config, run: RunPlan) -> None:
+    """Refuse a `context_root` in which no page would ever be stored: without a prefix cache, or with a limit below one
+    page and the state after it. Before weights are read."""
+    if options.context_root is None:
+        return
+    if options.prefix_cache is False:
+        raise OptionError(
+            "context_root stores pages of the prefix cache, and prefix_cache is False. Leave one of them out."
+        )
+    item_bytes = run.numerics.dtype.itemsize
+    one = page_bytes(config, item_bytes) + snapshot_bytes(config, item_bytes, run.speculation.depth > 0)
+    if options.context_bytes < one:
+        raise OptionError(
+            f"context_bytes is {options.context_bytes}, and one page of this model takes {one} bytes in context_root: "
+            "none could be stored. Raise context_bytes or leave context_root out."
+        )
+
+
 def _build_core(
     options: EngineOptions, run: RunPlan, network: Transformer, placed: PlacedExperts | None, cache: CachePlan
 ) -> EngineCore:
@@ -373,6 +399,8 @@ def _build_core(
     if options.context_root is not None and cache.prefix_bytes:
         root = Path(options.context_root).expanduser()
         files = PageFiles(root, model_identity(network), options.context_bytes, _print_notice)
+    elif options.context_root is not None:
+        _print_notice("no pages are stored in context_root: cache_bytes leaves no room for a prefix cache.")
     placement = None
     if placed is not None:
         tables = network.hash_routing_tables()

@@ -316,9 +316,13 @@ class EngineCore(RequestLoop):
                 self.scheduler.release(request)
 
     def _advance(self, chunk: ScheduledChunk) -> None:
-        """Record that the tokens of a chunk are computed."""
-        chunk.request.num_computed_tokens = chunk.stop
-        self._insert_pages(chunk.request)
+        """Record that the tokens of a chunk are computed. A request for its prompt alone ends with the prompt."""
+        request = chunk.request
+        request.num_computed_tokens = chunk.stop
+        self._insert_pages(request)
+        if request.prompt_only and chunk.stop == request.num_tokens:
+            request.finish("length")
+            self.scheduler.release(request)
 
     def _commit_ending(self, count: int) -> None:
         """Read the tokens of the first `count` steps of prompts, with which their requests end."""

@@ -6,7 +6,8 @@ the model identity (weights and numerics) and every shape and dtype are checked.
 and its page is computed again.
 
 Files are in a folder named after the identity of their model. All folders together stay below `limit_bytes`; least
-recently used files are deleted first. When the disk fails, the engine continues without it, and says so once.
+recently used files are deleted first. When the disk fails, or a page is larger than all files may be, the engine
+continues without it, and says so once; `failures` and `too_large` count these pages.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ class PageFiles:
     def __init__(
         self, root: str | Path, identity: bytes, limit_bytes: int, report: Callable[[str], None] | None = None
     ):
-        """`report` is called once, with a message, when pages cannot be stored."""
+        """`report` is called with a message when pages cannot be stored, once for each reason."""
         self.folder = Path(root) / identity.hex()
         self.identity = identity.hex()
         self.limit_bytes = limit_bytes
-        self.written = self.refused = self.failures = 0
+        self.written = self.refused = self.failures = self.too_large = 0
         self.protected: Collection[bytes] = ()  # keys that are deleted last
         # sizes of all models' pages, least recently used first
         self._files: OrderedDict[Path, int] = OrderedDict()
         self.held_bytes = 0
         self._report = report
+        self._reported: set[str] = set()  # reasons
         with self._ignore_os_errors(report=True):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._scan(Path(root))
@@ -63,6 +65,12 @@ class PageFiles:
             return
         data = encode(self.identity, key, tensors)
         if len(data) > self.limit_bytes:
+            self.too_large += 1
+            self._tell(
+                "too large",
+                f"a cache page takes {len(data)} bytes, and context_bytes allows {self.limit_bytes} in "
+                f"{self.folder.parent}: it is not stored. Raise context_bytes.",
+            )
             return
         with self._ignore_os_errors(report=True):
             self._make_room(len(data))
@@ -131,13 +139,18 @@ class PageFiles:
             yield
         except OSError as error:
             self.failures += 1
-            if report and self._report is not None:
-                tell, self._report = self._report, None
-                tell(
+            if report:
+                self._tell(
+                    "disk",
                     f"cache pages cannot be written to {self.folder.parent} ({error.strerror or error}); prompts whose "
                     "pages are not there are computed again. Free space there, lower context_bytes, or choose another "
-                    "context_root."
+                    "context_root.",
                 )
+
+    def _tell(self, reason: str, message: str) -> None:
+        if self._report is not None and reason not in self._reported:
+            self._reported.add(reason)
+            self._report(message)
 
 
 def encode(identity: str, key: bytes, tensors: Tensors) -> bytes:

@@ -137,6 +137,7 @@ class PrefixCache:
                 "written": files.written,
                 "refused": files.refused,
                 "failures": files.failures,
+                "too_large": files.too_large,
             }
         return {
             "pages": len(self),
@@ -146,6 +147,7 @@ class PrefixCache:
             "evictions": self.evictions,
             "rows_served": 0 if rows is None else rows.served_rows,
             "row_bytes": 0 if rows is None else rows.held_bytes,
+            "rows_too_large": 0 if rows is None else rows.rows_too_large,
             "contexts": self.contexts.names,
             "disk": disk,
         }

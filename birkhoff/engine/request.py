@@ -110,9 +110,14 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def prompt_only(self) -> bool:
+        """Whether the request ends with its prompt: `max_tokens` is 0 and no token is sampled."""
+        return self.max_tokens == 0
+
+    @property
     def max_cached_tokens(self) -> int:
         """Maximum number of tokens in the cache; the last sampled token is never run."""
-        return len(self.prompt_ids) + self.max_tokens - 1
+        return len(self.prompt_ids) + max(self.max_tokens - 1, 0)
 
     @property
     def done(self) -> bool:

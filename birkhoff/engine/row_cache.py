@@ -32,12 +32,14 @@ class RowCache:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
         self.served_rows = 0
+        self.rows_too_large = 0  # delivered together and larger than the limit: not stored
         self._sites_of: OrderedDict[SiteRows, list[PageSite]] = OrderedDict()  # where rows are indexed
         self._by_site: dict[PageSite, list[_PageRows]] = {}
 
     def put(self, keys: Sequence[bytes], after: bool, rows: SiteRows) -> None:
         """Store rows under the keys of their pages, unless they exceed the limit or have no key yet."""
         if rows.tensor.nbytes > self.limit_bytes:
+            self.rows_too_large += len(rows)
             return
         sites: list[PageSite] = []
         start = 0

@@ -47,7 +47,7 @@ class ScheduledChunk:
     @property
     def samples(self) -> bool:
         """Whether the last token has no successor yet, so that one is sampled."""
-        return self.stop == self.request.num_tokens
+        return self.stop == self.request.num_tokens and not self.request.prompt_only
 
 
 class Scheduler:

@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from birkhoff.errors import OptionError, PromptError, quoted
-from birkhoff.text.chat_format import Messages, Tools
+from birkhoff.text.chat_format import AnswerOptions, Messages, Tools
 from birkhoff.text.markers import END_THINK, THINK
 from birkhoff.text.output_stream import ChatStream
 from birkhoff.text.template_answer import MISTRAL, TemplateParser, call_syntax, takes_tools, writes_reasoning
@@ -63,6 +63,8 @@ class TemplateChat:
             raise PromptError("the list of messages is empty. Pass at least one.")
         asks = messages[-1].get("role") != "assistant"
         options = {"add_generation_prompt": asks, "tools": list(tools) if tools else None}
+        if not asks and messages[-1].get("wo_eos"):
+            options["continue_final_message"] = True
         if effort is not None:
             options["reasoning_effort"] = effort
         try:
@@ -77,16 +79,16 @@ class TemplateChat:
             ) from None
         return [int(token) for token in ids]
 
-    def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
-    ) -> ChatStream:
+    def stream(self, stops: Sequence[str] = (), **options: Unpack[AnswerOptions]) -> ChatStream:
+        tools = options.get("tools")
         parser = TemplateParser(
             reasons=self.reasons,
-            in_reasoning=self._opens[thinking],
+            in_reasoning=self._opens[options.get("thinking", False)],
             calls=self.calls if tools else None,
             tools=tools or (),
+            forced_call=options.get("forced_call", False),
         )
-        return ChatStream(self._decoder, stops, parser=parser, min_tokens=min_tokens)
+        return ChatStream(self._decoder, stops, parser=parser, min_tokens=options.get("min_tokens", 0))
 
     def _apply(self, messages: list[dict[str, Any]], thinking: bool, **options: Any) -> Any:
         return self._tokenizer.apply_chat_template(

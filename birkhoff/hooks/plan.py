@@ -283,7 +283,8 @@ class Plan:
 
     def finish(self, finish_reason: str, num_tokens: int) -> None:
         """The request has ended with `num_tokens` tokens, of which the last was sampled and never computed: deliver
-        what was withheld, close the jobs, release the reservations."""
+        what was withheld, close the jobs, release the reservations. A request for its prompt alone has computed all of
+        them; rows of a prompt are withheld only for a copy, and then delivered whole."""
         self.settle(num_tokens - 1)
         self.close(finish_reason, num_tokens)
         self.release()

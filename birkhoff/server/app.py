@@ -46,6 +46,7 @@ from birkhoff.server.llamacpp_routes import LlamaCompletionBody, LlamaCompletion
 from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.middleware import Middleware
+from birkhoff.server.ollama_embeddings import OllamaEmbedBody, OllamaEmbeddingRoutes, OllamaEmbeddingsBody
 from birkhoff.server.ollama_models import OllamaModelRoutes, OllamaShowBody
 from birkhoff.server.ollama_routes import OllamaChatBody, OllamaGenerateBody, OllamaRoutes
 from birkhoff.server.page_routes import PageRoutes
@@ -120,8 +121,7 @@ def _routed_app(
     load_options: Mapping[str, Any],
 ) -> tuple[FastAPI, SignedLinks]:
     """The application with all its routes, without the middleware."""
-    names = [name.strip() for name in settings.served_name.split(",") if name.strip()]
-    names = names or [PurePath(str(load_options.get("model", "nano"))).name]
+    names = settings.model_names or [PurePath(str(load_options.get("model", "nano"))).name]
     context = ServingContext(settings, async_engine, access_log, tuple(names))
     app = FastAPI(
         title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -175,6 +175,9 @@ def _add_generation_routes(routes: RouteRegistry, context: ServingContext) -> No
     ollama = OllamaRoutes(context)
     routes.post("/api/chat", ollama.chat, OllamaChatBody, "Ollama chat")
     routes.post("/api/generate", ollama.generate, OllamaGenerateBody, "Ollama generate")
+    vectors = OllamaEmbeddingRoutes(context)
+    routes.post("/api/embed", vectors.embed, OllamaEmbedBody, "Ollama embed")
+    routes.post("/api/embeddings", vectors.embeddings, OllamaEmbeddingsBody, "Ollama embeddings")
     routes.post("/tokenize", tokens.tokenize, TokenizeBody, "Tokenize")
     routes.post("/detokenize", tokens.detokenize, DetokenizeBody, "Detokenize")
     routes.post("/apply-template", tokens.template, TemplateBody, "Apply the chat template")

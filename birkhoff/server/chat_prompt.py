@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ResponseFormat
+from birkhoff.server.generation import GenerationCall
 from birkhoff.server.json_grammar import MaskFactory
 from birkhoff.server.tools import Tools, resolve_tool_choice
 
@@ -22,6 +24,33 @@ REASONING_EFFORTS: dict[str, tuple[bool, str | None]] = {  # (thinking, effort o
 }
 
 
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat as token ids, how its answer is parsed, and the grammar that the answer must follow, if any.
+
+    `tools` are those that the model was shown. With `forced_call` the grammar is that of calls of them."""
+
+    ids: list[int]
+    thinking: bool
+    tools: Tools | None
+    mask: MaskFactory | None
+    forced_call: bool
+    warnings: tuple[str, ...] = ()
+
+    def generation(self, sampling: dict[str, Any], warnings: list[str], **arguments: Any) -> GenerationCall:
+        """The call that answers the chat; `arguments` are further fields of it."""
+        return GenerationCall(
+            self.ids,
+            sampling,
+            self.thinking,
+            self.tools,
+            mask=self.mask,
+            forced_call=self.forced_call,
+            warnings=[*warnings, *self.warnings],
+            **arguments,
+        )
+
+
 def encode_chat(
     context: ServingContext,
     messages: list[dict[str, Any]],
@@ -33,11 +62,13 @@ def encode_chat(
     single_call: bool,
     response_format: ResponseFormat | None,
     refuse_both: bool = False,
-) -> tuple[list[int], MaskFactory | None, Tools | None]:
-    """Encode a chat and compile the grammar its output must follow; also the tools that the model was shown.
+    continue_final: bool = False,
+) -> ChatPrompt:
+    """Encode a chat and compile the grammar its output must follow.
 
     `messages` are in OpenAI's form, see `normalize_messages`. A forced tool call takes precedence over
-    `response_format`; with `refuse_both` the combination is refused."""
+    `response_format`; with `refuse_both` the combination is refused. With `continue_final` the answer continues the
+    last message, which is the assistant's."""
     if tools and not context.engine.chat_abilities["tools"]:
         raise bad_request(
             "tools: this model's chat template takes none. Leave them out, or describe them in a message.",
@@ -48,6 +79,7 @@ def encode_chat(
     tools, mask = resolve_tool_choice(
         context.grammars, tools, tool_choice, reasoning, single_call, chat.calls
     )
+    forced_call = mask is not None
     if mask is None or refuse_both:
         format_mask = context.grammars.from_response_format(response_format, reasoning)
         if mask and format_mask:
@@ -55,15 +87,34 @@ def encode_chat(
                 "response_format and a forced tool call exclude each other. Choose one.", "response_format"
             )
         mask = mask or format_mask
+    warnings: tuple[str, ...] = ()
+    last = messages[-1] if messages else {}
+    if continue_final:
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            raise bad_request(
+                "the last message is to be continued, and it is no text of the assistant.", "messages"
+            )
+        if thinking or mask is not None:
+            what = "with reasoning" if thinking else "in a given form"
+            raise bad_request(
+                f"the last message is to be continued, and the answer {what} begins anew. Choose one.",
+                "messages",
+            )
+        messages = [*messages[:-1], {**last, "wo_eos": True}]
+    elif last.get("role") == "assistant" and not last.get("wo_eos"):
+        warnings = (
+            "the last message is the assistant's and complete: there is nothing to answer. End with another role, or "
+            "continue it.",
+        )
     json_schema = response_format.json_schema if response_format else None
-    prompt = context.engine.encode_chat(
+    ids = context.engine.encode_chat(
         messages,
         thinking=thinking,
         effort=effort,
         tools=tools,
         response_format=json_schema.schema_ if json_schema else None,
     )
-    return prompt, mask, tools
+    return ChatPrompt(ids, thinking, tools, mask, forced_call, warnings)
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,11 +5,15 @@ output is parsed. Streams follow OpenAI's rules: the first chunk of a choice car
 once, in the last chunk of a choice; the id and name of a tool call are sent once, followed by pieces of its arguments;
 usage, if requested, is the only chunk without choices; `[DONE]` ends the stream. An error after the first byte is an
 event with an `error` object. The concatenated deltas equal the message of the unstreamed response; a tool call that
-`max_tokens` cuts off is part of both, with what there is of its arguments and the `finish_reason` `length`.
+`max_tokens` cuts off is part of both, with what there is of its arguments and the `finish_reason` `length`. As in
+DeepSeek's API, `logprobs.reasoning_content` has the tokens of the reasoning with its end marker, and `logprobs.content`
+all others; with a chunk come the numbers of the tokens that were generated for it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.api.driver import RequestOutput
-from birkhoff.engine.request import Request
+from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
@@ -33,6 +37,7 @@ from birkhoff.server.fields import (
 )
 from birkhoff.server.generation import (
     GenerationCall,
+    in_reasoning,
     is_eos,
     new_id,
     now,
@@ -96,16 +101,18 @@ class ChatRoutes(Routes):
         if body.modalities not in (None, ["text"]):
             raise bad_request("modalities: this model speaks text only. Leave it out.", "modalities")
         refuse_verbosity(body.verbosity, "verbosity")
-        only_values = {
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "skip_special_tokens": True,
-        }
-        for name, only in only_values.items():
-            if getattr(body, name) not in (None, only):
-                raise bad_request(f"{name} can only be {str(only).lower()} here. Leave it out.", name)
+        continue_final = bool(body.continue_final_message)
+        if body.skip_special_tokens is False:
+            raise bad_request(
+                "skip_special_tokens can only be true here. Leave it out.", "skip_special_tokens"
+            )
+        if body.add_generation_prompt not in (None, not continue_final):
+            raise bad_request(
+                "add_generation_prompt can only be the opposite of continue_final_message here. Leave it out.",
+                "add_generation_prompt",
+            )
         thinking, effort = self._reasoning(body)
-        prompt, mask, tools = encode_chat(
+        prompt = encode_chat(
             context,
             normalize_messages(body.messages),
             thinking=thinking,
@@ -115,25 +122,25 @@ class ChatRoutes(Routes):
             single_call=body.parallel_tool_calls is False,
             response_format=body.response_format,
             refuse_both=True,
+            continue_final=continue_final,
         )
         sampling = body.sampling_arguments(context.settings.max_choices)
         if body.max_completion_tokens is not None:
             sampling["max_tokens"] = body.max_completion_tokens
         elif body.max_tokens is None:
-            sampling["max_tokens"] = context.remaining_context(len(prompt))
+            sampling["max_tokens"] = context.remaining_context(len(prompt.ids))
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-        return GenerationCall(
-            prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **context.interp_arguments(body)
-        )
+        warnings = [*warnings, *body.warnings]
+        return prompt.generation(sampling, warnings, **context.interp_arguments(body))
 
     def _reasoning(self, body: ChatBody) -> tuple[bool, str | None]:
         """Whether to think, and with which effort.
 
         Taken from the first that is set of `reasoning_effort`, `thinking` and `chat_template_kwargs`, else the
-        model's default."""
+        model's default; a message that is continued has no reasoning."""
         if body.reasoning_effort is not None:
             return REASONING_EFFORTS[body.reasoning_effort]
         if body.thinking is not None:
@@ -143,7 +150,7 @@ class ChatRoutes(Routes):
             thinking = template.enable_thinking if template.thinking is None else template.thinking
             if thinking is not None:
                 return thinking, None
-        return self._context.thinks_by_default, None
+        return self._context.thinks_by_default and not body.continue_final_message, None
 
 
 class ChatFormatter(ChoicesFormatter):
@@ -164,6 +171,7 @@ class ChatFormatter(ChoicesFormatter):
         self._with_logprobs = bool(body.logprobs)
         self._started: set[int] = set()  # choices whose first chunk was sent
         self._with_tool_calls: set[int] = set()  # choices that completed a tool call
+        self._streamed_tokens: Counter[int] = Counter()  # by choice
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
         parsed = parsed_message(request)
@@ -190,12 +198,7 @@ class ChatFormatter(ChoicesFormatter):
             "stop_reason": stop_reason(request),
         }
         if self._with_logprobs:
-            content = [
-                token_logprob(entry, self._context.engine)
-                for entry in request.logprobs
-                if not is_eos(entry.token_id, request)
-            ]
-            choice["logprobs"] = {"content": content, "refusal": None}
+            choice["logprobs"] = self._logprobs(request, request.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = list(request.output_ids)
         return choice
@@ -209,16 +212,20 @@ class ChatFormatter(ChoicesFormatter):
         if output.request.sink is None or self._is_plain_text:
             text = "".join(token.text for token in output.tokens)
             deltas = [{"content": text}] if text else []
-        logprobs = self._logprobs(output) if self._with_logprobs else []
         ids = [token.token_id for token in output.tokens if token.token_id is not None]
-        if not deltas and (logprobs or (ids and self._body.return_token_ids)):
+        logprobs = None
+        if self._with_logprobs and ids:
+            entries = [token.logprob for token in output.tokens if token.logprob is not None]
+            logprobs = self._logprobs(output.request, entries, self._streamed_tokens[index])
+            self._streamed_tokens[index] += len(ids)
+        if not deltas and (_any_logprobs(logprobs) or (ids and self._body.return_token_ids)):
             deltas = [
                 {"content": ""}
             ]  # an incomplete character has no text yet, but its numbers are sent now
         for position, delta in enumerate(deltas):
             choice = _chunk_choice(index, delta)
-            if position == 0 and logprobs:
-                choice["logprobs"] = {"content": logprobs, "refusal": None}
+            if position == 0 and _any_logprobs(logprobs):
+                choice["logprobs"] = logprobs
             if position == 0 and self._body.return_token_ids:
                 choice["token_ids"] = ids
             choices.append(choice)
@@ -254,13 +261,24 @@ class ChatFormatter(ChoicesFormatter):
                 delta["reasoning"] = delta["reasoning_content"]  # clients use either name
         return deltas
 
-    def _logprobs(self, output: RequestOutput) -> list[dict[str, Any]]:
-        entries = [token.logprob for token in output.tokens if not is_eos(token.token_id, output.request)]
-        return [token_logprob(entry, self._context.engine) for entry in entries if entry is not None]
+    def _logprobs(self, request: Request, entries: Sequence[TokenLogprob], first: int = 0) -> dict[str, Any]:
+        """`logprobs` of the tokens from index `first` on: those of the reasoning have a list of their own."""
+        parts: dict[str, list[dict[str, Any]]] = {"content": [], "reasoning_content": []}
+        for index, entry in enumerate(entries, first):
+            if not is_eos(entry.token_id, request):
+                part = "reasoning_content" if in_reasoning(request, index) else "content"
+                parts[part].append(token_logprob(entry, self._context.engine))
+        if not parts["reasoning_content"]:
+            del parts["reasoning_content"]
+        return {"refusal": None, **parts}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _any_logprobs(logprobs: dict[str, Any] | None) -> bool:
+    return logprobs is not None and any(logprobs.values())
 
 
 def _append_text(deltas: list[dict[str, Any]], key: str, text: str) -> None:

@@ -57,6 +57,10 @@ class ChoicesFormatter(StreamFormatter):
     def chunk_choices(self, index: int, output: RequestOutput) -> list[Json]:
         """The new output of one request, as choices of chunks."""
 
+    def first_choice(self, index: int, request: Request) -> Json | None:
+        """The choice of a chunk before the output of a request; None if there is none."""
+        return None
+
     @abstractmethod
     def empty_choice(self, index: int) -> Json:
         """The choice of a chunk that brings no output."""
@@ -84,7 +88,10 @@ class ChoicesFormatter(StreamFormatter):
     def start_events(self, call: ActiveCall) -> Iterable[bytes]:
         self._unfinished = len(call.requests)
         self._choice_count = len(self._split(call)[0])
-        return ()
+        for index, request in enumerate(call.requests):
+            choice = self.first_choice(index, request)
+            if choice is not None:
+                yield format_event(self._chunk([choice], **self._twin_mark(index)))
 
     def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
         chunks = self._output_chunks(index, output)
@@ -110,8 +117,7 @@ class ChoicesFormatter(StreamFormatter):
 
     def _output_chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """The chunks of one output; that of the `finish_reason`, if it has ended, is the last."""
-        # Twins have indices of their own, because clients join deltas by index.
-        extra: Json = {} if index < self._choice_count else {"baseline": True}
+        extra = self._twin_mark(index)
         chunks = []
         if output.computed_prompt_tokens is not None and self._body.return_progress:
             progress = _prompt_progress(output)
@@ -127,6 +133,11 @@ class ChoicesFormatter(StreamFormatter):
             raise_on_failure(output.request)
             chunks.append(self._chunk([self.final_choice(index, output.request)], **extra))
         return chunks
+
+    def _twin_mark(self, index: int) -> Json:
+        """What marks a chunk of an unsteered twin. Twins have indices of their own, because clients join deltas by
+        index."""
+        return {} if index < self._choice_count else {"baseline": True}
 
     def _chunk(self, choices: list[Json], **more: Any) -> Json:
         return {**self._chunk_head, "choices": choices, **more}

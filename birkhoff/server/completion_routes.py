@@ -3,7 +3,7 @@
 A prompt is text, token ids, or a list of either; choices are numbered prompt by prompt. Chat markers spelled out in a
 text prompt are encoded as text. `echo` puts the prompt before the completion, with `logprobs` also its tokens' log
 probabilities: those of the model as the call steers it. With `max_tokens` 0 there is nothing but the prompt: clients
-score texts in this way. The engine then computes one token, which is not part of the response.
+score texts in this way, and no token is sampled. A stream begins with the prompt, in one chunk for each choice.
 """
 
 from __future__ import annotations
@@ -77,22 +77,28 @@ class CompletionRoutes(Routes):
             raise bad_request(
                 "capture and baseline are for one prompt at a time. Send one call each.", "prompt"
             )
-        if body.echo and body.stream and body.logprobs is not None:
-            raise bad_request("echo with logprobs is not streamed. Leave one of the three out.", "echo")
-        if body.max_tokens == 0 and not body.echo:
+        prompt_only = body.max_tokens == 0
+        if prompt_only and not body.echo:
             raise bad_request(
                 "max_tokens is 0 and echo is not set, so nothing would be returned. Set echo to score the prompt, or "
                 "max_tokens to 1 or more.",
                 "max_tokens",
             )
+        if prompt_only and body.min_tokens:
+            raise bad_request(
+                f"min_tokens is {body.min_tokens} and max_tokens is 0. Leave one of them out.", "min_tokens"
+            )
         sampling = body.sampling_arguments(self._context.settings.max_choices)
         sampling.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-        sampling["max_tokens"] = max(sampling["max_tokens"], 1)
+        if prompt_only:
+            del sampling["max_tokens"]
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
+        warnings = [*warnings, *body.warnings]
         mask = self._context.grammars.from_response_format(body.response_format)
         arguments = self._context.interp_arguments(body)
         arguments["prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
+        arguments["prompt_only"] = prompt_only
         return [
             GenerationCall(prompt, sampling, mask=mask, warnings=warnings, **arguments) for prompt in prompts
         ]
@@ -133,13 +139,13 @@ class CompletionFormatter(ChoicesFormatter):
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
         super().__init__(context, generations, body, head, head)
         self._echo = bool(body.echo)
-        self._prompt_only = body.max_tokens == 0
         self._top_logprobs = body.logprobs
+        self.slow_start = any(generation.prompt_logprobs for generation in generations)
         self._offsets: dict[int, TextOffsets] = {}  # of streams, by choice
         self._prompt_entries: dict[Any, list[TokenLogprob | int]] = {}  # by prompt and edits
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
-        text = "" if self._prompt_only else parsed_message(request).content
+        text = parsed_message(request).content
         choice: dict[str, Any] = {
             "index": index,
             "text": self._prompt_text(request) + text if self._echo else text,
@@ -148,25 +154,16 @@ class CompletionFormatter(ChoicesFormatter):
         }
         if self._top_logprobs is not None:
             prompt = self._prompt_logprobs(request) if self._echo else []
-            entries = () if self._prompt_only else request.logprobs
-            output = [entry for entry in entries if not is_eos(entry.token_id, request)]
+            output = [entry for entry in request.logprobs if not is_eos(entry.token_id, request)]
             choice["logprobs"] = self._logprobs(
                 [*prompt, *output], TextOffsets(self._context.engine.tokenizer)
             )
         if self._body.return_token_ids:
-            choice["token_ids"] = [] if self._prompt_only else list(request.output_ids)
+            choice["token_ids"] = list(request.output_ids)
         return choice
 
     def _ending(self, request: Request) -> dict[str, Any]:
-        if self._prompt_only:
-            return {"finish_reason": "length", "stop_reason": None}
         return {"finish_reason": request.finish_reason, "stop_reason": stop_reason(request)}
-
-    def _usage(self, requests: tuple[Request, ...]) -> dict[str, Any]:
-        counts = super()._usage(requests)
-        if self._prompt_only:
-            counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
-        return counts
 
     def _prompt_text(self, request: Request) -> str:
         return self._context.engine.tokenizer.decode(request.prompt_ids, skip_special=True)
@@ -221,29 +218,36 @@ class CompletionFormatter(ChoicesFormatter):
             "text_offset": text_offset,
         }
 
+    def first_choice(self, index: int, request: Request) -> dict[str, Any] | None:
+        """With `echo` the prompt, with its log probabilities if they are requested."""
+        if not self._echo:
+            return None
+        choice = {**self.empty_choice(index), "text": self._prompt_text(request)}
+        if self._top_logprobs is not None:
+            choice["logprobs"] = self._logprobs(self._prompt_logprobs(request), self._stream_offsets(index))
+        if self._body.return_token_ids:
+            choice["token_ids"] = []
+        return choice
+
     def chunk_choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         text = "".join(token.text for token in output.tokens)
         ids = [token.token_id for token in output.tokens if token.token_id is not None]
-        if self._prompt_only:
-            text, ids = "", []
-            if index in self._offsets or not (output.tokens or output.last):
-                return []
-        elif not text and not ids:
+        if not text and not ids:
             return []
-        if self._echo and index not in self._offsets:
-            text = self._prompt_text(output.request) + text
         choice = {**self.empty_choice(index), "text": text}
-        offsets = self._offsets.setdefault(index, TextOffsets(self._context.engine.tokenizer))
-        if self._top_logprobs is not None and not self._prompt_only:
+        if self._top_logprobs is not None:
             entries = [
                 token.logprob
                 for token in output.tokens
                 if token.logprob and not is_eos(token.token_id, output.request)
             ]
-            choice["logprobs"] = self._logprobs([*entries], offsets)
+            choice["logprobs"] = self._logprobs([*entries], self._stream_offsets(index))
         if self._body.return_token_ids:
             choice["token_ids"] = ids
         return [choice]
+
+    def _stream_offsets(self, index: int) -> TextOffsets:
+        return self._offsets.setdefault(index, TextOffsets(self._context.engine.tokenizer))
 
     def empty_choice(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "finish_reason": None, "logprobs": None}

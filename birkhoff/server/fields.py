@@ -108,11 +108,21 @@ class SamplingFields(InterpFields):
     return_prompt_text: bool | None = None
     return_progress: bool | None = None
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is set and has no effect beside the other fields."""
+        progress = self.return_progress and not self.stream
+        return ["return_progress has no effect without stream."] if progress else []
+
     def sampling_arguments(self, max_choices: int) -> dict[str, Any]:
         """The fields that are set, as keyword arguments of `Engine.requests`."""
         if self.n is not None and self.n > max_choices:
             raise bad_request(
                 f"n is {self.n}, this server gives at most {max_choices} answers at a time.", "n"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise bad_request(
+                "stream_options is about streams. Set stream to true or leave it out.", "stream_options"
             )
         return sampling_fields(self)
 

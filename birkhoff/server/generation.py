@@ -36,9 +36,11 @@ class GenerationCall:
     signals: Any = None
     baseline: bool = False
     mask: Callable[[], TokenMask] | None = None
+    forced_call: bool = False  # the mask is the grammar of tool calls
     prompt_logprobs: bool = (
         False  # the response has those of the prompt, which take a forward pass of their own
     )
+    prompt_only: bool = False  # no token is sampled
     warnings: list[str] = field(default_factory=list)
 
     def requests(self, engine: Engine) -> list[Request]:
@@ -50,7 +52,9 @@ class GenerationCall:
             "thinking": self.thinking,
             "tools": self.tools,
             "mask": self.mask,
+            "forced_call": self.forced_call,
             "signals": self.signals or None,
+            "prompt_only": self.prompt_only,
         }
         requests = engine.requests(self.prompt, steer=self.steer, capture=self.capture, **shared, **sampling)
         if self.baseline:
@@ -98,6 +102,14 @@ def generation_warnings(request: Request) -> list[str]:
     return [*warnings, grammar_problem] if grammar_problem else warnings
 
 
+def call_warnings(generation: GenerationCall, requests: Sequence[Request]) -> list[str]:
+    """Warnings about the fields of a call and about its finished requests."""
+    return [
+        *generation.warnings,
+        *(warning for request in requests for warning in generation_warnings(request)),
+    ]
+
+
 def usage(requests: Sequence[Request], choices: int = 1) -> dict[str, Any]:
     """OpenAI's `usage` object of one or several prompts with `choices` requests each: tokens of a prompt are counted
     once, completion tokens over all choices."""
@@ -130,6 +142,12 @@ def token_logprob(entry: TokenLogprob, engine: Engine) -> dict[str, Any]:
 
     top = [token_json(token, logprob) for token, logprob in entry.top]
     return {**token_json(entry.token_id, entry.logprob), "top_logprobs": top}
+
+
+def in_reasoning(request: Request, index: int) -> bool:
+    """Whether a generated token belongs to the reasoning of a chat, its end marker included."""
+    flags: Sequence[bool] = getattr(request.sink, "reasoning_flags", ())
+    return index < len(flags) and flags[index]
 
 
 def is_eos(token_id: int | None, request: Request) -> bool:

@@ -9,7 +9,7 @@ from birkhoff.engine.request import Request
 from birkhoff.output import interp_of, timings_of
 from birkhoff.planning.plan_results import frames_of, rows_json
 from birkhoff.server.capture_index import CaptureIndex
-from birkhoff.server.generation import GenerationCall, generation_warnings
+from birkhoff.server.generation import GenerationCall, call_warnings
 
 CAPTURE_WAIT_SECONDS = 30.0
 
@@ -36,10 +36,7 @@ def response_extras(
         extras["capture_results"] = capture_results(first, capture_index, generation.capture_wait)
     if generation.signals and not streamed:
         extras["signals"] = frames_of(first.plan) or []
-    warnings = [
-        *generation.warnings,
-        *(warning for request in (*choices, *twins) for warning in generation_warnings(request)),
-    ]
+    warnings = call_warnings(generation, (*choices, *twins))
     if warnings:
         extras["warnings"] = warnings
     return extras

@@ -1,7 +1,8 @@
 """`POST /completion` of llama.cpp's server: plain text completion, complete and streamed.
 
 The prompt is text or token ids. Streamed events carry `content` and `stop`; the last one has the counts and timings,
-and no `[DONE]` follows. `n_predict` -1 means up to the end of the context.
+and no `[DONE]` follows. `n_predict` -1 means up to the end of the context; 0 computes the prompt, so that it is in the
+prefix cache, and generates nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure, stop_reason
+from birkhoff.server.generation import (
+    GenerationCall,
+    call_warnings,
+    parsed_message,
+    raise_on_failure,
+    stop_reason,
+)
 from birkhoff.server.sse import format_event
 from birkhoff.server.steering_routes import request_edits
 from birkhoff.server.stream_formatter import StreamFormatter
@@ -72,7 +79,7 @@ class LlamaCompletionRoutes(Routes):
         """Text completion in the format of llama.cpp's server."""
         body, warnings = await self._context.read_body(http, LlamaCompletionBody)
         generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
-        formatter = LlamaCompletionFormatter(self._context, body)
+        formatter = LlamaCompletionFormatter(self._context, body, generation)
         return await self._context.run(http, [generation], formatter, bool(body.stream))
 
     def _generation(self, body: LlamaCompletionBody, warnings: list[str]) -> GenerationCall:
@@ -80,14 +87,17 @@ class LlamaCompletionRoutes(Routes):
         prompt = context.engine.prompt_ids(body.prompt)
         sampling = sampling_fields(body)
         sampling["repetition_penalty"] = body.repeat_penalty
-        unlimited = body.n_predict is None or body.n_predict < 1
-        sampling["max_tokens"] = context.remaining_context(len(prompt)) if unlimited else body.n_predict
+        if body.n_predict is None or body.n_predict < 0:
+            sampling["max_tokens"] = context.remaining_context(len(prompt))
+        elif body.n_predict:
+            sampling["max_tokens"] = body.n_predict
         schema = None if body.json_schema is None else schema_format(body.json_schema)
         return GenerationCall(
             prompt,
             sampling,
             steer=request_edits(body.steering_fields, context.engine),
             mask=context.grammars.from_response_format(schema),
+            prompt_only=body.n_predict == 0,
             warnings=warnings,
         )
 
@@ -95,9 +105,10 @@ class LlamaCompletionRoutes(Routes):
 class LlamaCompletionFormatter(StreamFormatter):
     """Renders answers of `/completion`."""
 
-    def __init__(self, context: ServingContext, body: LlamaCompletionBody):
+    def __init__(self, context: ServingContext, body: LlamaCompletionBody, generation: GenerationCall):
         super().__init__(context)
         self._body = body
+        self._generation = generation
 
     def full_response(self, call: ActiveCall) -> Json:
         (request,) = call.requests
@@ -124,6 +135,7 @@ class LlamaCompletionFormatter(StreamFormatter):
         """A complete answer, or the last event of a stream."""
         timings, word = timings_of(request), stop_reason(request)
         kind = "limit" if request.finish_reason == "length" else "word" if isinstance(word, str) else "eos"
+        warnings = call_warnings(self._generation, [request])
         cached, predicted_n = request.cached_tokens or 0, len(request.output_ids)
         return {
             "index": 0,
@@ -151,4 +163,5 @@ class LlamaCompletionFormatter(StreamFormatter):
                 "predicted_ms": timings["decode_ms"],
                 "predicted_per_second": timings["tokens_per_second"],
             },
+            **({"warnings": warnings} if warnings else {}),
         }

@@ -20,7 +20,7 @@ from birkhoff.engine.request import Request
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
-from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat
+from birkhoff.server.chat_prompt import REASONING_EFFORTS, ChatPrompt, encode_chat
 from birkhoff.server.chat_routes import Thinking
 from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
 from birkhoff.server.context import Routes, ServingContext
@@ -37,7 +37,6 @@ from birkhoff.server.fields import (
     schema_format,
 )
 from birkhoff.server.generation import GenerationCall, new_id, stop_reason
-from birkhoff.server.json_grammar import MaskFactory
 from birkhoff.server.reply import json_response
 from birkhoff.server.sse import format_event
 from birkhoff.server.tools import Tools
@@ -102,20 +101,22 @@ class MessageRoutes(Routes):
         """Number of prompt tokens of a message."""
         body, _ = await self._context.read_body(http, CountTokensBody)
         self._context.check_model(body.model)
-        return json_response({"input_tokens": len(self._encode(body)[0])})
+        return json_response({"input_tokens": len(self._encode(body).ids)})
 
     def _generation(self, body: MessagesBody, warnings: list[str]) -> GenerationCall:
-        prompt, mask, tools, thinking = self._encode(body)
+        prompt = self._encode(body)
         sampling = sampling_fields(body)
         if body.stop_sequences:
             sampling["stop"] = body.stop_sequences
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
-        return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
+        return prompt.generation(sampling, warnings=warnings, **arguments)
 
-    def _encode(self, body: PromptFields) -> tuple[list[int], MaskFactory | None, Tools | None, bool]:
-        """Prompt token ids, the grammar of the output, the tools shown, and whether the model thinks."""
-        thinking, effort = self._context.thinks_by_default, None
+    def _encode(self, body: PromptFields) -> ChatPrompt:
+        messages = _chat_messages(body)
+        # As in Anthropic's API, a last message of the assistant is the beginning of the answer.
+        continued = body.messages[-1].role == "assistant" and not messages[-1].get("tool_calls")
+        thinking, effort = self._context.thinks_by_default and not continued, None
         if body.thinking is not None:
             thinking = body.thinking.type != "disabled"
         config = body.output_config
@@ -130,17 +131,17 @@ class MessageRoutes(Routes):
                     "output_config.format: expected a json_schema with its schema.", "output_config.format"
                 )
             response_format = schema_format(schema)
-        prompt, mask, tools = encode_chat(
+        return encode_chat(
             self._context,
-            _chat_messages(body),
+            messages,
             thinking=thinking,
             effort=effort,
             tools=_function_tools(body.tools),
             tool_choice=tool_choice,
             single_call=single_call,
             response_format=response_format,
+            continue_final=continued,
         )
-        return prompt, mask, tools, thinking
 
 
 def _chat_messages(body: PromptFields) -> list[dict[str, Any]]:

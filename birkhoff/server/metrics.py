@@ -49,6 +49,17 @@ class Metrics:
         self.prefix_pages = gauge("prefix_pages", "Pages in the prefix cache.")
         self.prefix_bytes = gauge("prefix_bytes", "Bytes of snapshots and captured rows in the prefix cache.")
         self.prefix_evictions = gauge("prefix_evictions", "Pages evicted from the prefix cache since start.")
+        self.prefix_disk_bytes = gauge("prefix_disk_bytes", "Bytes of pages in context_root.")
+        self.prefix_disk_pages = gauge(
+            "prefix_disk_pages",
+            "Pages for context_root since start: written; refused when read because they were damaged; failed to be "
+            "written; too_large for context_bytes.",
+            "state",
+        )
+        self.prefix_rows_too_large = gauge(
+            "prefix_rows_too_large",
+            "Captured rows since start that were not kept because they exceed the row cache.",
+        )
         self.capture_rows = gauge(
             "capture_rows",
             "Rows for capture consumers since start: submitted, delivered and dropped.",
@@ -100,6 +111,17 @@ class Metrics:
             self.prefix_pages.set(prefix["pages"])
             self.prefix_bytes.set(prefix["snapshot_bytes"] + prefix["row_bytes"])
             self.prefix_evictions.set(prefix["evictions"])
+            self.prefix_rows_too_large.set(prefix["rows_too_large"])
+            disk = prefix["disk"]
+            if disk is not None:
+                self.prefix_disk_bytes.set(disk["bytes"])
+                for state, key in (
+                    ("written", "written"),
+                    ("refused", "refused"),
+                    ("failed", "failures"),
+                    ("too_large", "too_large"),
+                ):
+                    self.prefix_disk_pages.labels(state).set(disk[key])
 
     def record_captures(self, counters: Mapping[str, Counters]) -> None:
         """Set the gauges of the capture queues."""

@@ -1,13 +1,17 @@
 """Ollama's API: `/api/chat` and `/api/generate`, complete and as lines of JSON.
 
 Answers are streamed unless `stream` is false. `options` are Ollama's names of the sampling options; those that place a
-model in memory have no effect here, where the model is already loaded. A model may be named `NAME:latest`. Errors are
-`{"error": TEXT}`.
+model in memory have no effect here, where the model is already loaded, and are listed in `warnings` of the last line. A
+model may be named `NAME:latest`. Errors are `{"error": TEXT}`.
+
+A call without a prompt or messages is Ollama's way to load a model, and with `keep_alive` 0 to unload it. It is
+answered as Ollama does, once the model is loaded; the model stays in memory in both cases.
 """
 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +22,7 @@ from starlette.responses import Response
 
 from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
+from birkhoff.errors import quoted
 from birkhoff.output import timings_of
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
@@ -25,7 +30,6 @@ from birkhoff.server.body import RequestBody
 from birkhoff.server.chat_prompt import REASONING_EFFORTS, encode_chat, normalize_messages
 from birkhoff.server.context import Routes, ServingContext
 from birkhoff.server.fields import (
-    MessageList,
     ModelName,
     ResponseFormat,
     Seed,
@@ -36,14 +40,17 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, parsed_message, raise_on_failure
+from birkhoff.server.generation import GenerationCall, call_warnings, parsed_message, raise_on_failure
 from birkhoff.server.ollama_models import timestamp
+from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import request_edits
 from birkhoff.server.stream_formatter import StreamFormatter
 from birkhoff.text.events import ContentDelta, ParsedMessage, ReasoningDelta
 
 Json = dict[str, Any]
 NDJSON = "application/x-ndjson"
+_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
 class OllamaOptions(RequestBody):
@@ -84,7 +91,7 @@ class OllamaFields(SteeringFields):
 
 
 class OllamaChatBody(OllamaFields):
-    messages: MessageList
+    messages: Annotated[list[dict[str, Any]], Field(max_length=4096)] | None = None
     tools: ToolList | None = None
 
 
@@ -96,7 +103,7 @@ class OllamaGenerateBody(OllamaFields):
         "images": "this model reads no images",
     }
 
-    prompt: str
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -105,17 +112,30 @@ class OllamaRoutes(Routes):
     async def chat(self, http: HttpRequest) -> Response:
         """Ollama's chat API; streams lines of JSON."""
         body, warnings = await self._context.read_body(http, OllamaChatBody)
+        if not body.messages:
+            return self._load(body, {"message": {"role": "assistant", "content": ""}}, warnings)
         messages = [_chat_message(message, index) for index, message in enumerate(body.messages)]
         return await self._run(http, body, messages, body.tools, "message", warnings)
 
     async def generate(self, http: HttpRequest) -> Response:
         """Ollama's generate API: one prompt in the chat format, or as it is with `raw`."""
         body, warnings = await self._context.read_body(http, OllamaGenerateBody)
+        if not body.prompt:
+            return self._load(body, {"response": ""}, warnings)
         if body.raw and (body.system or body.think or body.format):
             raise bad_request("raw: a raw prompt has no system text, thinking or format.", "raw")
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = None if body.raw else [*system, {"role": "user", "content": body.prompt}]
         return await self._run(http, body, messages, None, "response", warnings)
+
+    def _load(self, body: OllamaFields, part: Json, warnings: list[str]) -> Response:
+        """The answer to a call that only loads or unloads the model: one object, also if `stream` is set."""
+        model = self._context.check_model(body.model)
+        self._context.engine  # noqa: B018  raises while the model is being loaded
+        reason = "unload" if _keep_alive_seconds(body) == 0 else "load"
+        line = {"model": model, "created_at": timestamp(datetime.datetime.now(datetime.UTC)), **part}
+        end: Json = {"done": True, "done_reason": reason}
+        return json_response(line | end | ({"warnings": warnings} if warnings else {}))
 
     async def _run(
         self,
@@ -128,10 +148,11 @@ class OllamaRoutes(Routes):
     ) -> Response:
         context = self._context
         model = context.check_model(body.model)
+        _keep_alive_seconds(body)  # refuses what is no duration
         generation = await context.build(
             http, body, lambda: self._generation(body, messages, tools, warnings)
         )
-        formatter = OllamaFormatter(context, model, field, plain=messages is None)
+        formatter = OllamaFormatter(context, generation, model, field)
         return await context.run(http, [generation], formatter, body.stream, media_type=NDJSON)
 
     def _generation(
@@ -143,33 +164,25 @@ class OllamaRoutes(Routes):
             thinking, effort = REASONING_EFFORTS[body.think]
         elif body.think is not None:
             thinking = body.think
-        mask = None
+        sampling = body.options.sampling_arguments() if body.options is not None else {}
+        steer = request_edits(body.steering_fields, context.engine)
         if messages is None:
             assert isinstance(body, OllamaGenerateBody)
-            prompt = context.engine.prompt_ids(body.prompt)
-        else:
-            prompt, mask, tools = encode_chat(
-                context,
-                normalize_messages(messages),
-                thinking=thinking,
-                effort=effort,
-                tools=tools,
-                tool_choice=None,
-                single_call=False,
-                response_format=_response_format(body.format),
-            )
-        sampling = body.options.sampling_arguments() if body.options is not None else {}
-        if "max_tokens" not in sampling:
-            sampling["max_tokens"] = context.remaining_context(len(prompt))
-        return GenerationCall(
-            prompt,
-            sampling,
-            None if messages is None else thinking,
-            tools,
-            steer=request_edits(body.steering_fields, context.engine),
-            mask=mask,
-            warnings=warnings,
+            ids = context.engine.prompt_ids(body.prompt or "")
+            sampling.setdefault("max_tokens", context.remaining_context(len(ids)))
+            return GenerationCall(ids, sampling, steer=steer, warnings=warnings)
+        chat = encode_chat(
+            context,
+            normalize_messages(messages),
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=None,
+            single_call=False,
+            response_format=_response_format(body.format),
         )
+        sampling.setdefault("max_tokens", context.remaining_context(len(chat.ids)))
+        return chat.generation(sampling, steer=steer, warnings=warnings)
 
 
 class OllamaFormatter(StreamFormatter):
@@ -177,11 +190,12 @@ class OllamaFormatter(StreamFormatter):
 
     ping = b""  # lines of JSON have no heartbeat
 
-    def __init__(self, context: ServingContext, model: str, field: str, plain: bool):
+    def __init__(self, context: ServingContext, generation: GenerationCall, model: str, field: str):
         super().__init__(context)
+        self._generation = generation
         self._model = model
         self._field = field
-        self._plain = plain  # a raw completion, which is not parsed
+        self._plain = generation.thinking is None  # a raw completion, which is not parsed
 
     def full_response(self, call: ActiveCall) -> Json:
         (request,) = call.requests
@@ -221,7 +235,7 @@ class OllamaFormatter(StreamFormatter):
 
     def _end(self, request: Request) -> Json:
         """The fields of the last line: why it ended, token counts, and durations in nanoseconds."""
-        timings = timings_of(request)
+        timings, warnings = timings_of(request), call_warnings(self._generation, [request])
 
         def nanoseconds(*names: str) -> int:
             return round(sum(float(timings[name] or 0) for name in names) * 1e6)
@@ -235,7 +249,26 @@ class OllamaFormatter(StreamFormatter):
             "prompt_eval_duration": nanoseconds("prefill_ms"),
             "eval_count": len(request.output_ids),
             "eval_duration": nanoseconds("decode_ms"),
+            **({"warnings": warnings} if warnings else {}),
         }
+
+
+def _keep_alive_seconds(body: OllamaFields) -> float | None:
+    """`keep_alive`, which is seconds or a text such as "5m" and "1h30m", as in Go; None if it is not set."""
+    value = (body.model_extra or {}).get("keep_alive")
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    text = value.removeprefix("-").removeprefix("+") if isinstance(value, str) and len(value) < 64 else ""
+    if text == "0":
+        return 0.0
+    parts = _DURATION_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise bad_request(
+            f"keep_alive is {quoted(value, 40)}, expected seconds or a duration such as 5m or 1h30m.",
+            "keep_alive",
+        )
+    seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+    return -seconds if value.startswith("-") else seconds
 
 
 def _chat_message(message: Json, index: int) -> Json:

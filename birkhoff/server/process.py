@@ -21,7 +21,7 @@ import uvicorn
 from birkhoff.api.engine import Engine
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.consumer_registry import build_consumer
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, quoted
 from birkhoff.sae.files import check_named
 from birkhoff.sae.sae_manifest import module_kind
 from birkhoff.server.access_log import AccessLog
@@ -112,7 +112,15 @@ def serve(
 def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
     """Load the engine and apply this server's capture limits and consumers, steering modules and SAEs."""
     check_saes(settings)  # a wrong option is refused before the model is read
-    modules = dict(_read_module(text) for text in settings.steering_modules)
+    modules: dict[str, Any] = {}
+    for text in settings.steering_modules:
+        name, module = _read_module(text)
+        if name in modules:
+            raise OptionError(
+                f"steering_modules has {quoted(text)}, but another one is called {quoted(name)} already. Give every "
+                "module a name of its own: NAME=PATH."
+            )
+        modules[name] = module
     consumers: list[tuple[str, Consumer]] = []
     try:
         for text in settings.capture_consumers:

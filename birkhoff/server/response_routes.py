@@ -7,13 +7,15 @@ are numbered in order; the last one carries the complete response.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.engine.request import Request
+from birkhoff.api.driver import RequestOutput
+from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.async_engine import ActiveCall
 from birkhoff.server.body import RequestBody
@@ -37,7 +39,7 @@ from birkhoff.server.fields import (
     sampling_fields,
     schema_format,
 )
-from birkhoff.server.generation import GenerationCall, is_eos, new_id, now, token_logprob, usage
+from birkhoff.server.generation import GenerationCall, in_reasoning, is_eos, new_id, now, token_logprob, usage
 from birkhoff.server.sse import format_event
 from birkhoff.server.tools import Tools
 
@@ -106,7 +108,7 @@ class ResponseRoutes(Routes):
         thinking, effort = self._context.thinks_by_default, None
         if body.reasoning is not None and body.reasoning.effort is not None:
             thinking, effort = REASONING_EFFORTS[body.reasoning.effort]
-        prompt, mask, tools = encode_chat(
+        prompt = encode_chat(
             self._context,
             normalize_messages(_chat_messages(body)),
             thinking=thinking,
@@ -117,44 +119,63 @@ class ResponseRoutes(Routes):
             response_format=_response_format(body),
         )
         sampling = sampling_fields(body)
-        sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
+        sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt.ids))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
         arguments = self._context.interp_arguments(body)
         refuse_baseline(body)
-        return GenerationCall(prompt, sampling, thinking, tools, mask=mask, warnings=warnings, **arguments)
+        return prompt.generation(sampling, warnings=warnings, **arguments)
 
 
 def _chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Input items as chat messages. Consecutive function calls are merged into one assistant message."""
+    """Input items as chat messages. The items of one answer, its reasoning, text and function calls, become one message
+    of the assistant."""
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": body.instructions}] if body.instructions else []
     )
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    merge_into: list[dict[str, Any]] | None = None  # tool calls of the last message, if it only holds such
+    answer: dict[str, Any] | None = None  # the message that the next items of an answer belong to
     for index, item in enumerate(body.input):
         kind, where = item.get("type", "message"), f"input[{index}]"
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
+        if kind in ("reasoning", "function_call") and answer is None:
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        if kind == "reasoning":
+            assert answer is not None
+            text = _reasoning_text(item, where)
+            if text:
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + text
         elif kind == "function_call":
+            assert answer is not None
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
-            if merge_into is not None:
-                merge_into.append(call)
-            else:
-                merge_into = [call]
-                messages.append({"role": "assistant", "content": "", "tool_calls": merge_into})
-            continue
+            answer.setdefault("tool_calls", []).append(call)
+        elif kind == "message" and item.get("role") == "assistant":
+            if answer is None or answer["content"] or "tool_calls" in answer:
+                answer = {"role": "assistant"}
+                messages.append(answer)
+            answer["content"] = item.get("content")
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+            answer = None
         elif kind == "function_call_output":
             call_id = str(item.get("call_id", ""))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
-        elif kind == "reasoning":  # reasoning of earlier turns is not part of the prompt
-            continue
+            answer = None
         else:
             raise bad_request(f"{where}.type: {kind!a} is no item this server knows.", where)
-        merge_into = None
-    return messages
+    return [message for message in messages if message != {"role": "assistant", "content": ""}]
+
+
+def _reasoning_text(item: dict[str, Any], where: str) -> str:
+    """The text of a reasoning item; its summary is none of the model's words."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise bad_request(f"{where}.content: expected parts with a text.", where)
+    return "".join(part["text"] for part in parts)
 
 
 def _function_tools(tools: Tools | None) -> Tools | None:
@@ -191,6 +212,8 @@ class ResponseObjectFormatter(BlockFormatter):
     def __init__(self, context: ServingContext, generation: GenerationCall, model: str, body: ResponsesBody):
         super().__init__(context, generation)
         self._sequence_number = 0
+        self._streamed_tokens = 0
+        self._new_logprobs: list[dict[str, Any]] = []  # of tokens whose text was not sent yet
         self._head: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",
@@ -255,20 +278,29 @@ class ResponseObjectFormatter(BlockFormatter):
         return {"type": "message", "id": block.id, "role": "assistant", "status": status, "content": content}
 
     def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
-        logprobs = []
-        if request is not None and request.params.logprobs is not None:
-            after_reasoning = request.logprobs[getattr(request.sink, "reasoning_tokens", 0) :]
-            logprobs = [
-                token_logprob(entry, self._context.engine)
-                for entry in after_reasoning
-                if not is_eos(entry.token_id, request)
-            ]
+        logprobs = [] if request is None else self._logprobs(request, request.logprobs)
         return {
             "type": "output_text",
             "text": block.text if request else "",
             "annotations": [],
             "logprobs": logprobs,
         }
+
+    def _logprobs(
+        self, request: Request, entries: Sequence[TokenLogprob], first: int = 0
+    ) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens from index `first` on that are no reasoning; none unless requested."""
+        return [
+            token_logprob(entry, self._context.engine)
+            for index, entry in enumerate(entries, first)
+            if not is_eos(entry.token_id, request) and not in_reasoning(request, index)
+        ]
+
+    def output_events(self, index: int, output: RequestOutput) -> Iterable[bytes]:
+        entries = [token.logprob for token in output.tokens if token.logprob is not None]
+        self._new_logprobs += self._logprobs(output.request, entries, self._streamed_tokens)
+        self._streamed_tokens += len(entries)
+        return super().output_events(index, output)
 
     def start_events(self, call: ActiveCall) -> list[bytes]:
         return [
@@ -304,7 +336,8 @@ class ResponseObjectFormatter(BlockFormatter):
                 return [self._event("response.function_call_arguments.delta", **item, delta=delta.text)]
             if block.kind == "reasoning":
                 return [self._event("response.reasoning_text.delta", **part, delta=delta.text)]
-            return [self._event("response.output_text.delta", **part, delta=delta.text, logprobs=[])]
+            logprobs, self._new_logprobs = self._new_logprobs, []
+            return [self._event("response.output_text.delta", **part, delta=delta.text, logprobs=logprobs)]
         events = []
         if block.kind == "tool":
             done = {"name": block.name, "arguments": block.text}

@@ -36,6 +36,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "stream": False,
         "options": {"num_predict": 20},
     },
+    "/api/embed": {"model": "nano", "input": ["The fox ran.", "The dog slept."]},
+    "/api/embeddings": {"model": "nano", "prompt": "The fox ran."},
     "/api/show": {"model": "nano"},
     "/completion": {"prompt": "Once upon a time", "n_predict": 20, "temperature": 0.7},
     "/tokenize": {"prompt": "Once upon a time", "return_token_strs": True},

@@ -100,11 +100,21 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for each in fields(self):
             self._check_type(each.name, type(each.default))
+        saes: dict[str, str] = {}
         for option in ("sae", "sae_full"):
             for text in getattr(self, option):
                 name, _, path = text.partition("=")
                 if not name or not path:
                     raise OptionError(f"{option} is {quoted(text)}, expected NAME=PATH.")
+                if name in saes:
+                    raise OptionError(
+                        f"{option} is {quoted(text)}, but {saes[name]} has this name already. Give every SAE a "
+                        "name of its own."
+                    )
+                saes[name] = f"{option} {quoted(text)}"
+        names = self.model_names
+        if len(set(names)) < len(names):
+            raise OptionError(f"served_name is {quoted(self.served_name)}, expected each name once.")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise OptionError("HTTPS needs both --ssl-certfile and --ssl-keyfile.")
         check_choice("log", self.log, ("text", "json", "off"))
@@ -113,11 +123,18 @@ class ServerSettings:
                 not key.isascii() or not key.isprintable() or len(key) > 512 for key in getattr(self, name)
             ):
                 raise OptionError(f"a {name} must be printable ASCII of at most 512 characters.")
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise OptionError(f"one {name} is given twice. Give every key once: each is one client.")
         if not is_loopback(self.host) and not self.api_key and not self.i_know_this_is_open:
             raise OptionError(
                 f"host is {quoted(self.host)}, which others can reach, and there is no key. Set --api-key, listen on "
                 "127.0.0.1, or say --i-know-this-is-open."
             )
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names of `served_name`; none by default."""
+        return [name.strip() for name in self.served_name.split(",") if name.strip()]
 
     def url(self, host: str, port: int) -> str:
         """The URL at which a client on this machine opens a server that listens on an address."""

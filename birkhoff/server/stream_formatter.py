@@ -22,6 +22,7 @@ class StreamFormatter(ABC):
     """Renders the results of one call, complete or as a stream. `ping` is the heartbeat of an idle stream, or empty."""
 
     ping: ClassVar[bytes] = PING
+    slow_start = False  # whether `start_events` computes for long, and runs in a worker thread
 
     def __init__(self, context: ServingContext):
         self._context = context
@@ -44,16 +45,27 @@ class StreamFormatter(ABC):
     @abstractmethod
     def error_event(self, error: ApiError) -> bytes: ...
 
+    async def _start(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+        """The bytes of the events before the first output, with heartbeats while they are computed."""
+        if not self.slow_start:
+            data = b"".join(self.start_events(call))
+        else:
+            work = asyncio.ensure_future(asyncio.to_thread(lambda: b"".join(self.start_events(call))))
+            while not (await asyncio.wait([work], timeout=ping_seconds))[0]:
+                yield self.ping
+            data = work.result()
+        if data:
+            yield data
+
     async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
         """The bytes of the response; events that are pending together are sent as one packet.
 
         The stream of a cancelled call ends without a last event, unless it has an error. An error after the first byte
         is an event."""
-        pending = b"".join(self.start_events(call))
-        if pending:
-            yield pending
-            pending = b""
+        pending = b""
         try:
+            async for data in self._start(call, ping_seconds):
+                yield data
             async for item in call.outputs(ping_seconds):
                 if item is None:
                     if self.ping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 from birkhoff.text.chat import ChatOptions, encode_chat
 from birkhoff.text.output_stream import ChatStream
@@ -14,6 +14,17 @@ from birkhoff.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None  # functions in OpenAI's form
+
+
+class AnswerOptions(TypedDict, total=False):
+    """How an answer is parsed: `thinking` and `tools` are those its prompt was encoded with; no stop string is matched
+    in the first `min_tokens` tokens. With `forced_call` a grammar makes the answer a call of a tool, so that a tag
+    which is cut off is no content."""
+
+    thinking: bool
+    tools: Tools
+    min_tokens: int
+    forced_call: bool
 
 
 class ChatFormat(Protocol):
@@ -38,10 +49,8 @@ class ChatFormat(Protocol):
         with it, None if the answer has no reasoning."""
         ...
 
-    def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
-    ) -> ChatStream:
-        """A parser of one answer to a prompt encoded with `thinking` and `tools`."""
+    def stream(self, stops: Sequence[str] = (), **options: Unpack[AnswerOptions]) -> ChatStream:
+        """A parser of one answer."""
         ...
 
 
@@ -63,8 +72,8 @@ class V4Chat:
     def reasoning_start(self, thinking: bool) -> str | None:
         return "" if thinking else None
 
-    def stream(
-        self, stops: Sequence[str] = (), *, thinking: bool = False, tools: Tools = None, min_tokens: int = 0
-    ) -> ChatStream:
-        parser = CompletionParser(thinking=thinking)
-        return ChatStream(self._tokenizer, stops, parser=parser, min_tokens=min_tokens)
+    def stream(self, stops: Sequence[str] = (), **options: Unpack[AnswerOptions]) -> ChatStream:
+        parser = CompletionParser(
+            thinking=options.get("thinking", False), forced_call=options.get("forced_call", False)
+        )
+        return ChatStream(self._tokenizer, stops, parser=parser, min_tokens=options.get("min_tokens", 0))

@@ -66,7 +66,7 @@ class SegmentParser(Protocol):
 
 class ChatStream:
     """An answer in the chat format of `parser`. `text` is the content; reasoning and tool calls are only in `events`.
-    `reasoning_tokens` counts the tokens of reasoning with its end marker."""
+    `reasoning_flags` says of each token whether it belongs to the reasoning, its end marker included."""
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, parser: SegmentParser, min_tokens: int = 0
@@ -79,7 +79,7 @@ class ChatStream:
         self._stops = StopMatcher(stops)
         self._no_stop_tokens = min_tokens
         self._parser = parser
-        self.reasoning_tokens = 0
+        self.reasoning_flags: list[bool] = []
         self._finished = False
 
     def feed(self, token_id: int) -> tuple[str, bool]:
@@ -88,7 +88,7 @@ class ChatStream:
         reasons = self._parser.in_reasoning
         for segment in self._decoder.feed(token_id):
             self._take(segment)
-        self.reasoning_tokens += reasons or self._parser.in_reasoning
+        self.reasoning_flags.append(reasons or self._parser.in_reasoning)
         self._no_stop_tokens = max(self._no_stop_tokens - 1, 0)
         return self._content_since(before), self.matched is not None
 
@@ -102,6 +102,11 @@ class ChatStream:
             self._emit(self._stops.finish())
             self.events += self._parser.finish()
         return self._content_since(before)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning has so far, its end marker included."""
+        return sum(self.reasoning_flags)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,9 @@ Parsing continues after a deviation from the format:
 * a malformed block ends its open call as incomplete and is kept whole in a `FormatProblem`;
 * text after the block is content; text after the end marker is kept in a `FormatProblem`.
 
-A missing end marker is not a deviation: engines strip it, and a token limit may cut it off.
+A missing end marker is not a deviation: engines strip it, and a token limit may cut it off. The limit may also cut off
+the opening tag of a tool block: a tag that is known by its marker, or by a grammar that allows nothing else
+(`forced_call`), is kept in a `FormatProblem`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _BLOCK_NAME = "tool_calls>"
 class CompletionParser:
     """Converts segments to events; call `finish` once at the end."""
 
-    def __init__(self, *, thinking: bool) -> None:
+    def __init__(self, *, thinking: bool, forced_call: bool = False) -> None:
+        self._forced_call = forced_call
         self._events: list[Event] = []
         self.in_reasoning = thinking
         self._buffer = ""  # text that may start a block
@@ -163,11 +166,19 @@ class CompletionParser:
             self._block = None
             return
         if self._opening is not None:
-            self._not_a_block()
+            self._cut_off(f"{self._opening}{DSML}{self._buffer}")
+        elif self._buffer and self._forced_call and not (self.in_reasoning or self._after_block):
+            self._cut_off(self._buffer)
         if not self._after_block:
             self._flush()
         if self.in_reasoning:
             self._report("the answer ends before </think>")
+
+    def _cut_off(self, tag: str) -> None:
+        """Report an opening tag of a block that is incomplete."""
+        self._report("the answer ends inside the opening tag of a tool-call block", tag)
+        self._opening = None
+        self._buffer = ""
 
     def _flush(self) -> None:
         self._emit(self._buffer)

@@ -74,14 +74,17 @@ def check_length(characters: int, tokenizer: Tokenizer, max_tokens: int) -> None
         )
 
 
-def room_for(ids: Sequence[int], max_context: int) -> int:
-    """How many tokens can follow a prompt; raises `ContextError` when there is room for none."""
-    if len(ids) >= max_context:
+def room_for(ids: Sequence[int], max_context: int, prompt_only: bool = False) -> int:
+    """How many tokens can follow a prompt; raises `ContextError` when there is room for none, or with `prompt_only`
+    when the prompt itself does not fit."""
+    room = max_context - len(ids)
+    if room < 0 or (room == 0 and not prompt_only):
+        answer = "" if prompt_only else " and an answer needs at least one"
         raise ContextError(
-            f"the prompt has {len(ids)} tokens, the context holds {max_context} and an answer "
-            "needs at least one. Shorten the prompt or load with a larger max_context."
+            f"the prompt has {len(ids)} tokens, the context holds {max_context}{answer}. "
+            "Shorten the prompt or load with a larger max_context."
         )
-    return max_context - len(ids)
+    return room
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -5,7 +5,7 @@ formats of `CALL_SYNTAXES` (also Qwen3-Coder's `<function=...>` inside `<tool_ca
 request has tools. A tag may be a token of its own or plain text. A call is emitted whole, once its JSON is complete.
 The joined events do not depend on how the input is split: text is held back while it may start a tag. White space next
 to reasoning and calls is dropped. A call that is not valid stays content, one that is cut off is kept in a
-`FormatProblem`."""
+`FormatProblem`; so is a tag or a bare object that is cut off, if a grammar makes the answer a call (`forced_call`)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class TemplateParser:
         in_reasoning: bool = False,
         calls: CallSyntax | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        forced_call: bool = False,
     ) -> None:
+        self._forced_call = forced_call
         self.in_reasoning = in_reasoning
         self._may_think = reasons and not in_reasoning
         self._calls = calls
@@ -110,6 +112,9 @@ class TemplateParser:
         """Return the events of the text held back, and report what is missing."""
         while self._advance(last=True):
             pass
+        if self._opened is not None:  # nothing came after the tag
+            self._events.append(FormatProblem("the answer ends inside a tool call", self._opened))
+            self._opened = None
         if self.in_reasoning:
             self._events.append(FormatProblem(f"the answer ends before {END_THINK}"))
             self.in_reasoning = False
@@ -167,9 +172,12 @@ class TemplateParser:
             self._say(before.rstrip())
             self._opened, self._buffer = calls.opening, rest
             return True
-        keep = 0 if last else _held(before, (calls.opening,))
+        keep = 0 if last and not self._forced_call else _held(before, (calls.opening,))
         self._say(before[: len(before) - keep])
         self._buffer = before[len(before) - keep :]
+        if last and self._buffer:
+            self._events.append(FormatProblem("the answer ends inside a tool call", self._buffer))
+            self._buffer = ""
         return False
 
     def _call(self, last: bool) -> bool:
@@ -185,6 +193,8 @@ class TemplateParser:
             found = found if not body[end:].strip() else None
         elif found:
             rest = body[end:]
+            if calls.closing.startswith(rest.strip()):  # a closing tag that is cut off is no content
+                rest = ""
         elif found is None and not last:
             return False
         self._opened = None
@@ -197,7 +207,7 @@ class TemplateParser:
                 ]
                 self._num_calls += 1
             self._buffer, self._trim = rest, True
-        elif closed or found is not None or not opening:
+        elif closed or found is not None or (not opening and not self._forced_call):
             if opening:
                 self._events.append(FormatProblem("a tool call is not valid and is kept as content"))
             self._say(opening + body + closed)

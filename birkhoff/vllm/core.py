@@ -117,7 +117,9 @@ class VllmCore(RequestLoop):
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
-            self.check_context(len(request.prompt_ids), request.max_tokens)
+            self.check_context(
+                len(request.prompt_ids), max(request.max_tokens, 1)
+            )  # vLLM samples at least one
             _check_supported(request)
         with self._locked():
             self.check_open()
@@ -199,8 +201,12 @@ class VllmCore(RequestLoop):
         if request.cached_tokens is None:
             request.cached_tokens = output.num_cached_tokens
         answer = output.outputs[0]
-        logprobs = answer.logprobs or [None] * len(answer.token_ids)
-        for token, found in zip(answer.token_ids, logprobs):
+        tokens = answer.token_ids
+        if request.prompt_only and tokens:  # vLLM samples at least one token, which is dropped
+            request.finish("length")
+            tokens = []
+        logprobs = answer.logprobs or [None] * len(tokens)
+        for token, found in zip(tokens, logprobs):
             request.append_token(int(token), token_logprob(int(token), found, request.params.logprobs))
             if request.done:
                 break
@@ -232,7 +238,7 @@ def sampling_keywords(request: Request) -> dict[str, Any]:
     params = request.params
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
     keywords: dict[str, Any] = {
-        "max_tokens": request.max_tokens,
+        "max_tokens": max(request.max_tokens, 1),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,

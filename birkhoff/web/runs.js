@@ -119,6 +119,9 @@ function pinLast(store, page, run) {
   if (run.tokens.length && last >= 0) put(store, page, { pin: { position: last, row: 0, twin: false } });
 }
 
+/** The entries of a chat's logprobs in the order of their tokens: those of the reasoning come first. */
+export const chatEntries = (logprobs) => [...(logprobs.reasoning_content ?? []), ...logprobs.content];
+
 /** Adds a chunk to a run. Chats and completions carry logprobs in different fields. */
 export function read(run, chunk) {
   run.id = chunk.id ?? run.id;
@@ -128,7 +131,7 @@ export function read(run, chunk) {
     if (!side) continue;
     if (choice.delta?.reasoning_content) side.reasoning += choice.delta.reasoning_content;
     const result =
-      choice.logprobs?.content?.map((entry) => ({
+      (choice.logprobs?.content ? chatEntries(choice.logprobs) : null)?.map((entry) => ({
         text: entry.token,
         logprob: entry.logprob,
         top: entry.top_logprobs?.map((o) => ({ text: o.token, logprob: o.logprob })) ?? [],

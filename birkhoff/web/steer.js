@@ -8,7 +8,7 @@ import { CLASSES, KINDS } from "./kinds.js";
 import { chatPython, sweepPython } from "./python.js";
 import { stochasticError } from "./mixing.js";
 import { ordinary } from "./pinned.js";
-import { divergence, firstDifference, repetition, runOf, startRun } from "./runs.js";
+import { chatEntries, divergence, firstDifference, repetition, runOf, startRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
 const DEBOUNCE_MS = 180; // milliseconds a slider must rest before a new run
@@ -510,7 +510,7 @@ async function sweep(store, messages) {
             strength: strengths[i],
             text: choice.message.content,
             surprise: surprisals.reduce((a, b) => a + b, 0) / Math.max(surprisals.length, 1),
-            repetition: repetition(choice.logprobs.content.map((t) => ({ text: t.token }))),
+            repetition: repetition(chatEntries(choice.logprobs).map((t) => ({ text: t.token }))),
           };
           store.set({ sweep: { ...sweepResult } });
         }

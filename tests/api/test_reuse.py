@@ -338,6 +338,27 @@ def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
             later.generate(prompt, context="", **options)
 
 
+def test_files_that_could_hold_no_page_are_refused(checkpoint, tmp_path):
+    with pytest.raises(
+        OptionError, match="context_bytes is 5000, and one page of this model takes"
+    ) as refused:
+        opened(checkpoint, context_root=tmp_path, context_bytes=5000)
+    with pytest.raises(OptionError, match="context_root stores pages of the prefix cache"):
+        opened(checkpoint, context_root=tmp_path, prefix_cache=False)
+    one = int(str(refused.value).split("takes ")[1].split()[0])
+    with opened(checkpoint, context_root=tmp_path, context_bytes=one + 4096) as engine:  # and its header
+        engine.generate(TEXTS[0][:200], context="book", **GREEDY, max_tokens=1)
+        disk = engine.reuse["prefix"]["disk"]
+        assert disk["written"] == 1 and disk["too_large"] == 0
+
+
+def test_rows_that_the_row_cache_cannot_hold_are_counted(checkpoint):
+    with opened(checkpoint) as engine:
+        engine._core.scheduler.prefix.rows.limit_bytes = 1000
+        engine.generate(TEXTS[0][:200], capture=Capture({"mlp_out": [1]}), **GREEDY, max_tokens=1)
+        assert engine.reuse["prefix"]["rows_too_large"] >= 200 and engine.reuse["prefix"]["row_bytes"] == 0
+
+
 # Options
 
 

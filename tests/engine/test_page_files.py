@@ -277,3 +277,15 @@ def test_a_context_name_must_be_printable(name):
     with pytest.raises(OptionError, match=r"context is .* expected a name"):
         SamplingParams(context=name)
     assert SamplingParams(context="my book, part 2").context == "my book, part 2"
+
+
+def test_a_page_larger_than_all_files_may_be_is_counted_and_told_once(model, tmp_path):
+    told: list[str] = []
+    files = PageFiles(tmp_path, model_identity(model), 1000, told.append)
+    core = engine(model, files=files)
+    run(core, ask(TEXTS[0][:400], context="book"))
+    core.close()
+    disk = core.reuse()["prefix"]["disk"]
+    assert disk["too_large"] >= 3 and disk["written"] == disk["failures"] == 0 and not files_of(tmp_path)
+    (message,) = told
+    assert "context_bytes allows 1000" in message and "Raise context_bytes" in message

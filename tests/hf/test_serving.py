@@ -70,6 +70,21 @@ def test_completions_and_chats_equal_transformers(served, theirs):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == want
 
 
+def test_a_message_is_continued_and_a_prompt_is_scored_alone(served, theirs):
+    tokenizer, reference = theirs
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "It is"}]
+    ids = tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    want = tokenizer.decode(reference.generate(ids, 6)[0], skip_special_tokens=True)
+    body = {"messages": messages, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    answer = served.post("/v1/chat/completions", {**body, "continue_final_message": True}).json()
+    assert answer["choices"][0]["message"]["content"] == want and answer["usage"]["prompt_tokens"] == len(ids)
+    before = served.metric("birkhoff_generated_tokens_total")
+    scored = served.post("/v1/completions", {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 0})
+    (choice,) = scored.json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(tokenizer(TEXT).input_ids)
+    assert served.metric("birkhoff_generated_tokens_total") == before
+
+
 def test_a_steered_and_captured_request(served, theirs):
     tokenizer, reference = theirs
     vector = torch.linspace(-2, 2, D)

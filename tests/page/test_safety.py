@@ -60,6 +60,20 @@ def test_hostile_output_stays_text(open_tab):
     assert not tab.faults, "the policy was violated or a script failed"
 
 
+def test_tokens_of_the_reasoning_are_part_of_the_answer_s_strip(open_tab):
+    """Their numbers come in a list of their own, and every token keeps its position."""
+    tab = open_tab()
+
+    def with_reasoning(route):
+        request_body = {**route.request.post_data_json, "reasoning_effort": "low", "max_tokens": 12}
+        route.continue_(post_data=json.dumps(request_body | {"ignore_eos": True}))
+
+    tab.page.route("**/v1/chat/completions", with_reasoning)
+    tab.ask("Tell me a story.")
+    assert tab.page.locator('[data-strip="answer"] .tok').count() == 12
+    assert not tab.faults
+
+
 def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "16")

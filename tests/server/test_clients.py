@@ -11,6 +11,7 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
+import birkhoff
 from tests.server.conftest import serving, user
 
 WEATHER = {
@@ -184,6 +185,32 @@ def test_openai_reasoning_is_separate(client):
     assert streamed == message.reasoning
 
 
+def test_openai_logprobs_of_reasoning_have_a_list_of_their_own(client):
+    """A bias ends the reasoning after some tokens; then a schema leaves one answer."""
+    with birkhoff.load("nano") as engine:
+        end = engine.tokenizer.token_id("</think>")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "a fox in a box"}}}
+    ask = {"model": "nano", "messages": ASK["messages"], "max_tokens": 80, "seed": 5, "response_format": form}
+    ask |= {"logprobs": True, "top_logprobs": 1, "reasoning_effort": "low", "logit_bias": {str(end): 12}}
+    whole = client.chat.completions.create(**ask)
+    (choice,) = whole.choices
+    message, logprobs = choice.message, choice.logprobs
+    assert message.content == '"a fox in a box"' and message.reasoning
+    assert "".join(entry.token for entry in logprobs.content) == message.content
+    reasoning = [entry["token"] for entry in logprobs.reasoning_content]
+    assert "".join(reasoning) == message.reasoning + "</think>"
+    assert len(reasoning) == whole.usage.completion_tokens_details.reasoning_tokens > 1
+    streamed: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        found = chunk.choices[0].logprobs
+        for name, tokens in streamed.items() if found is not None else ():
+            tokens += [dict(entry)["token"] for entry in getattr(found, name, ())]
+    assert streamed["content"] == [entry.token for entry in logprobs.content]
+    assert streamed["reasoning_content"] == reasoning
+    plain = client.chat.completions.create(**ask | {"reasoning_effort": "none"}).choices[0]
+    assert not hasattr(plain.logprobs, "reasoning_content")
+
+
 def test_openai_text_offsets_are_positions_of_characters(client):
     """A character of several tokens has one position, in a whole answer and in a stream."""
     ask = {
@@ -218,6 +245,10 @@ def test_openai_responses_logprobs_are_those_of_the_text(client):
     events = list(client.responses.create(**ask, include=include, stream=True))
     (done,) = (event for event in events if event.type == "response.output_text.done")
     assert [entry.token for entry in done.logprobs] == [entry.token for entry in whole.logprobs]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [e.token for e in whole.logprobs]
+    plain = client.responses.create(**ask | {"top_logprobs": None}, stream=True)
+    assert not any(event.logprobs for event in plain if event.type == "response.output_text.delta")
 
 
 def test_openai_completions_and_models(client):
@@ -431,3 +462,99 @@ def test_clients_retry_when_the_queue_is_full(tmp_path):
                     and caught.value.code == "queue-full"
                 )
                 assert patient.chat.completions.create(**ASK).choices[0].message.content
+
+
+def test_the_last_message_of_the_assistant_is_continued(client, claude, served):
+    """Anthropic's clients begin an answer in this way; OpenAI's say `continue_final_message`, as vLLM's do."""
+    messages = [*user("Tell me a story."), {"role": "assistant", "content": "Once upon a time, there was a"}]
+    with birkhoff.load("nano") as engine:
+        begun = [*messages[:-1], {**messages[-1], "wo_eos": True}]
+        expected = engine.chat(begun, temperature=0, max_tokens=12).text
+        prompt = len(engine.encode_chat(begun))
+    said = claude.messages.create(
+        model="nano", max_tokens=12, messages=messages, extra_body={"temperature": 0}
+    )
+    assert said.content[0].text == expected and said.usage.input_tokens == prompt
+    assert claude.messages.count_tokens(model="nano", messages=messages).input_tokens == prompt
+    ask = {"model": "nano", "messages": messages, "max_tokens": 12, "temperature": 0}
+    continued = client.chat.completions.create(**ask, extra_body={"continue_final_message": True})
+    assert continued.choices[0].message.content == expected
+    anew = client.chat.completions.create(**ask)
+    assert "there is nothing to answer" in anew.warnings[0]
+    with pytest.raises(openai.BadRequestError, match="no text of the assistant"):
+        client.chat.completions.create(**ASK, extra_body={"continue_final_message": True})
+    with pytest.raises(openai.BadRequestError, match="the answer with reasoning begins anew"):
+        client.chat.completions.create(
+            **ask, reasoning_effort="low", extra_body={"continue_final_message": True}
+        )
+    with pytest.raises(anthropic.BadRequestError, match="begins anew"):
+        claude.messages.create(
+            model="nano",
+            max_tokens=2000,
+            messages=messages,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )
+    wrong = {**ask, "continue_final_message": True, "add_generation_prompt": True}
+    assert served.post("/v1/chat/completions", wrong).json()["error"]["param"] == "add_generation_prompt"
+
+
+def test_options_of_streams_need_a_stream(served):
+    for path, prompt in (
+        ("/v1/chat/completions", {"messages": user("Hi"), "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 2}),
+    ):
+        usage = {**prompt, "stream_options": {"include_usage": True}}
+        refused = served.post(path, usage)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream_options"
+        assert served.events(path, usage)[-1]["usage"]["completion_tokens"] == 2
+        progress = {**prompt, "return_progress": True}
+        (warning,) = served.post(path, progress).json()["warnings"]
+        assert warning == "return_progress has no effect without stream."
+        assert not any("warnings" in chunk for chunk in served.events(path, progress))
+
+
+def test_items_of_one_answer_are_one_message(client):
+    """In the plain loop of the Responses API, reasoning, text and calls come back as items of their own."""
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    items = [
+        {"role": "user", "content": "Look."},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "a fox"},
+        {"type": "function_call_output", "call_id": "2", "output": "a box"},
+        {"type": "reasoning", "id": "q", "summary": [{"type": "summary_text", "text": "Nothing."}]},
+    ]
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in "12"]
+    messages = [
+        *user("Look."),
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "a fox"},
+        {"role": "tool", "tool_call_id": "2", "content": "a box"},
+    ]
+    shown = [{"type": "function", "function": {key: tool[key] for key in ("name", "parameters")}}]
+    with birkhoff.load("nano") as engine:
+        for thinking, effort in ((True, "low"), (False, "none")):
+            prompt = engine.encode_chat(messages, thinking=thinking, tools=shown)
+            answer = client.responses.create(
+                model="nano", input=items, tools=[tool], reasoning={"effort": effort}, max_output_tokens=2
+            )
+            assert answer.usage.input_tokens == len(prompt)
+            chat = client.chat.completions.create(
+                model="nano",
+                messages=messages,
+                tools=shown,
+                reasoning_effort=effort,
+                max_tokens=2,
+                extra_body={"return_token_ids": True},
+            )
+            assert chat.prompt_token_ids == prompt
+    with pytest.raises(openai.BadRequestError, match="expected parts with a text"):
+        client.responses.create(model="nano", input=[{"type": "reasoning", "content": "Hm."}])

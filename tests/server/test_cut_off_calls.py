@@ -92,3 +92,28 @@ def test_responses(served, max_tokens):
     assert all(item.status == "incomplete" for item in whole.output)
     if max_tokens == CUTS[-1]:
         assert whole.output[0].arguments.startswith('{"days": 3, "city": "')
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 16, 2))
+def test_an_opening_tag_that_is_cut_off_is_no_content(served, max_tokens):
+    """A forced call that ends within its opening tag, which the model writes in several tokens."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": PLACE}}
+    chat = {"messages": user("Look."), "temperature": 0, "max_tokens": max_tokens}
+    chat |= {"tools": [tool], "tool_choice": "required"}
+    whole = served.post("/v1/chat/completions", chat).json()
+    (choice,) = whole["choices"]
+    assert choice["message"]["content"] == "" and "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "length" and any(
+        "the answer ends inside" in w for w in whole["warnings"]
+    )
+    chunks = served.events("/v1/chat/completions", chat)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == ""
+    assert chunks[-1]["warnings"] == whole["warnings"]
+    message = {"messages": user("Look."), "temperature": 0, "max_tokens": max_tokens}
+    message |= {"tools": [{"name": "look", "input_schema": PLACE}], "tool_choice": {"type": "any"}}
+    answer = served.post("/v1/messages", message).json()
+    assert answer["content"] == [] and answer["stop_reason"] == "max_tokens"
+    item = {"type": "function", "name": "look", "parameters": PLACE}
+    ask = {"input": "Look.", "temperature": 0, "max_output_tokens": max_tokens}
+    response = served.post("/v1/responses", ask | {"tools": [item], "tool_choice": "required"}).json()
+    assert response["output"] == [] and response["status"] == "incomplete"

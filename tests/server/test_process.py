@@ -16,7 +16,7 @@ import pytest
 
 from birkhoff.capture.store.reader import read_request
 from birkhoff.convert.convert import convert
-from birkhoff.embedded import EMBEDDED
+from birkhoff.embedded import EMBEDDED, shipped_vectors
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 from tests.free_port import free_port
 from tests.server.conftest import serving, user
@@ -70,6 +70,32 @@ def test_e5_a_capture_root_that_cannot_be_written_is_told_before_the_model_is_re
     root = str(tmp_path / "file" / "captures")
     done = birkhoff("serve", "--port", "0", "--model", str(cut_short(tmp_path)), "--capture-root", root)
     assert done.returncode == 1 and done.stderr.startswith(b"capture-write  "), done.stderr
+
+
+TWICE = {
+    "sae": (["--sae", "a=/x", "--sae", "a=/y"], b"sae is 'a=/y', but sae 'a=/x' has this name already"),
+    "sae and sae_full": (["--sae", "a=/x", "--sae-full", "a=/x"], b"sae_full is 'a=/x', but sae 'a=/x' has"),
+    "served_name": (["--served-name", "a,b, a"], b"served_name is 'a,b, a', expected each name once"),
+    "api_key": (["--api-key", "secret", "--api-key", "secret"], b"one api_key is given twice"),
+}
+
+
+@pytest.mark.parametrize("flags, message", TWICE.values(), ids=TWICE)
+def test_a_name_given_twice_is_refused(flags, message):
+    done = birkhoff("serve", "--port", "0", *flags)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert b"secret" not in done.stderr
+
+
+def test_steering_modules_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(shipped_vectors("nano")["spooky"], tmp_path / folder / "tilt.safetensors")
+    paths = [str(tmp_path / folder / "tilt.safetensors") for folder in ("a", "b")]
+    done = birkhoff(
+        "serve", "--port", "0", *(part for path in paths for part in ("--steering-modules", path))
+    )
+    assert done.returncode == 2 and b"another one is called 'tilt' already" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("option", ["--sae", "--sae-full", "--steering-modules"])

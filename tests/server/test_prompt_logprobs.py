@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
 import torch
 
 import birkhoff
 from birkhoff import Add, AttentionEdit, ExpertSet, Patch, SaeSet
+from tests.server.conftest import serving
 
 PROMPT = "Tom had a red ball. Mary had a blue hat. Tom lost his"
 VECTOR = torch.linspace(-1, 1, 384)
@@ -135,3 +137,100 @@ def test_no_tokens_need_echo(served):
         assert "Set echo to score the prompt" in answer.json()["error"]["message"]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}
     assert served.post("/v1/chat/completions", chat).status_code == 400
+
+
+def test_no_tokens_are_computed_or_counted(served, engine):
+    """Nothing is sampled after the prompt: neither metrics nor the log have a token, or a time to the first one."""
+    names = ("birkhoff_generated_tokens_total", "birkhoff_time_to_first_token_seconds_count")
+    before, prompts = [served.metric(name) for name in names], served.metric("birkhoff_prompt_tokens_total")
+    answer = served.post(
+        "/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "n": 3, "return_token_ids": True}
+    )
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == [[]] * 3
+    assert [served.metric(name) for name in names] == before
+    assert served.metric("birkhoff_prompt_tokens_total") - prompts == len(engine.prompt_ids(PROMPT))
+    (line,) = [line for line in log_lines(served) if line["id"] == answer.headers["x-request-id"]]
+    assert (line["prompt_tokens"], line["output_tokens"]) == (len(engine.prompt_ids(PROMPT)), 0)
+    assert line["first_token_ms"] is None
+    refused = served.post(
+        "/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "min_tokens": 1}
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens"
+
+
+def log_lines(served) -> list[dict]:
+    return [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
+
+
+def test_a_prompt_without_tokens_after_it_may_fill_the_context(tmp_path):
+    with serving(tmp_path, "--max-context", "256") as small:
+        client = openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0)
+
+        def score(length: int, **more):
+            return client.completions.create(
+                **{
+                    "model": "nano",
+                    "prompt": [9] * length,
+                    "max_tokens": 0,
+                    "echo": True,
+                    "logprobs": 0,
+                    **more,
+                }
+            )
+
+        assert score(256).usage.total_tokens == 256
+        assert len(score(256).choices[0].logprobs.tokens) == 256
+        *_, last = score(256, stream=True, stream_options={"include_usage": True})
+        assert last.usage.total_tokens == 256
+        for length, more in ((257, {}), (256, {"max_tokens": 1})):
+            with pytest.raises(openai.BadRequestError) as refused:
+                score(length, **more)
+            assert refused.value.code == "context_length_exceeded"
+        vector = client.embeddings.create(model="nano", input=[9] * 256)
+        assert vector.usage.prompt_tokens == 256
+        body = {"prompt": [9] * 256, "n_predict": 0}
+        answer = small.post("/completion", body).json()
+        assert (answer["content"], answer["tokens_predicted"], answer["tokens_evaluated"]) == ("", 0, 256)
+        assert answer["stop_type"] == "limit" and answer["timings"]["prompt_ms"] > 0
+        (event,) = small.events("/completion", body)
+        assert event["stop"] and event["tokens_predicted"] == 0
+        assert small.metric("birkhoff_generated_tokens_total") == 0
+
+
+@pytest.mark.parametrize("steered", [False, True])
+def test_a_stream_begins_with_the_log_probabilities_of_the_prompt(served, engine, steered):
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    prompts = [PROMPT, "Ünïcödé: 我们 🙂 once"]
+    body = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0, "n": 2, "model": "nano"}
+    if steered:
+        prompts = prompts[:1]
+        body["extra_body"] = {"interventions": [ADD], "baseline": True}
+    whole = client.completions.create(prompt=prompts, **body)
+    twins = [openai.types.CompletionChoice.construct(**each) for each in getattr(whole, "baseline", ())]
+    choices = [*whole.choices, *twins]
+    streamed = [[] for _ in choices]
+    for chunk in client.completions.create(prompt=prompts, **body, stream=True):
+        (choice,) = chunk.choices
+        streamed[choice.index].append(choice)
+        assert bool(getattr(chunk, "baseline", False)) == (choice.index >= len(whole.choices))
+    for expected, (first, *rest) in zip(choices, streamed):
+        count = len(engine.prompt_ids(first.text))
+        assert first.text in prompts and len(first.logprobs.tokens) == count
+        assert first.logprobs.token_logprobs[0] is None and first.finish_reason is None
+        pieces = [choice for choice in (first, *rest) if choice.logprobs is not None]
+        assert "".join(choice.text for choice in (first, *rest)) == expected.text
+        for name in ("tokens", "text_offset"):
+            joined = [item for choice in pieces for item in getattr(choice.logprobs, name)]
+            assert joined == getattr(expected.logprobs, name)
+        found = [item for choice in pieces for item in choice.logprobs.token_logprobs]
+        assert found[1:] == pytest.approx(expected.logprobs.token_logprobs[1:], abs=1e-4)
+        assert len(expected.logprobs.tokens) == count + 5
+
+
+def test_prompt_logprobs_that_are_not_finite_end_a_stream_with_an_error(served):
+    edit = {**ADD, "vector": [3e38] * 384, "scale": 3e38}
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0, "interventions": [edit]}
+    whole = served.post("/v1/completions", body)
+    events = served.events("/v1/completions", body)
+    assert whole.status_code == 400 and whole.json()["error"]["code"] == "logits-invalid"
+    assert [event["error"]["code"] for event in events] == ["logits-invalid"]

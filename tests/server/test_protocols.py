@@ -177,3 +177,77 @@ def test_llama_cpp_tokenize_and_detokenize(served, engine):
     assert "".join(piece["piece"] for piece in pieces) == text
     assert served.post("/detokenize", ids).json()["content"] == text
     assert served.post("/tokenize", {"content": text, "prompt": text}).status_code == 400
+
+
+def test_ollama_loads_and_unloads_without_a_prompt(served):
+    """One object with the reason, streamed or not. The model stays, which a warning says."""
+    with ollama.Client(host=served.url) as client:
+        loaded = client.generate(model="nano")
+        assert loaded.done and (loaded.done_reason, loaded.response, loaded.eval_count) == ("load", "", None)
+        (line,) = client.generate(model="nano", prompt="", keep_alive="5m", stream=True)
+        assert line.done_reason == "load"
+        chat = client.chat(model="nano", messages=[], keep_alive=0)
+        assert chat.done and chat.done_reason == "unload" and chat.message.content == ""
+        with pytest.raises(ollama.ResponseError, match="not served here"):
+            client.generate(model="llama3")
+        assert [model.model for model in client.ps().models] == ["nano"]
+    before = served.metric("birkhoff_prompt_tokens_total")
+    for value, reason in (
+        (0, "unload"),
+        ("0", "unload"),
+        ("0m0s", "unload"),
+        (-1, "load"),
+        ("-1m", "load"),
+        ("1h1.5m", "load"),
+    ):
+        answer = served.post("/api/generate", {"model": "nano", "keep_alive": value})
+        assert answer.json()["done_reason"] == reason and "keep_alive" in answer.json()["warnings"][0]
+        assert answer.headers["content-type"] == "application/json"
+    assert served.metric("birkhoff_prompt_tokens_total") == before
+    strict = served.post("/api/generate", {"model": "nano", "keep_alive": 0}, **{"x-strict": "1"})
+    assert strict.status_code == 400 and "no effect" in strict.json()["error"]
+    for wrong in ("soon", "5", "", True, [], "1" * 100):
+        for more in ({}, {"prompt": "Hi"}):
+            refused = served.post("/api/generate", {"model": "nano", "keep_alive": wrong, **more})
+            assert refused.status_code == 400 and "expected seconds or a duration" in refused.json()["error"]
+
+
+def test_ollama_and_llama_cpp_answers_have_warnings(served):
+    body = {"prompt": "Hi", "options": {"num_predict": 2, "num_ctx": 4096}, "keep_alive": 60}
+    *parts, last = lines(served, "/api/generate", body)
+    assert len(last["warnings"]) == 2 and not any("warnings" in part for part in parts)
+    assert served.post("/api/generate", {**body, "stream": False}).json()["warnings"] == last["warnings"]
+    answer = served.post("/completion", {"prompt": "Hi", "n_predict": 2, "cache_prompt": True}).json()
+    assert "cache_prompt" in answer["warnings"][0]
+
+
+def test_ollama_embeddings_are_the_mean_of_the_last_rows(served, engine):
+    texts = ["The fox ran.", "The dog slept. " * 40]
+    expected = np.array(client_vectors(served, texts), np.float32)  # compared with the engine's rows above
+    with ollama.Client(host=served.url) as client:
+        answer = client.embed(model="nano", input=texts)
+        unit = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.allclose(answer.embeddings, unit, atol=1e-4)
+        assert answer.prompt_eval_count == sum(len(engine.prompt_ids(text)) for text in texts)
+        single = client.embed(model="nano", input=texts[0])
+        assert np.allclose(single.embeddings, unit[:1], atol=1e-4) and single.total_duration > 0
+        old = client.embeddings(model="nano", prompt=texts[0])
+        assert np.allclose(old.embedding, expected[0], atol=1e-3)
+        assert client.embed(model="nano", input=[]).embeddings == []
+        assert client.embeddings(model="nano", prompt="").embedding == []
+        with pytest.raises(ollama.ResponseError, match="the width of a vector is the model's"):
+            client.embed(model="nano", input="Hi", dimensions=8)
+        with pytest.raises(ollama.ResponseError, match="the prompt is empty"):
+            client.embed(model="nano", input=["Hi", ""])
+        long = "fox " * 6000
+        with pytest.raises(ollama.ResponseError, match="tokens"):
+            client.embed(model="nano", input=long, truncate=False)
+        assert client.embed(model="nano", input=long).prompt_eval_count == engine.max_context
+    cut = served.post("/api/embed", {"input": ["Hi", long]}).json()
+    (warning,) = cut["warnings"]
+    assert warning.startswith("text 1 has ") and warning.endswith(f"was cut to {engine.max_context}.")
+
+
+def client_vectors(served, texts: list[str]) -> list[list[float]]:
+    answer = served.post("/v1/embeddings", {"input": texts}).json()
+    return [entry["embedding"] for entry in answer["data"]]

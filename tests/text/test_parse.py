@@ -44,6 +44,20 @@ def streamed_message(token_ids, tokenizer, *, thinking=False):
     return stream.message()
 
 
+def test_an_opening_tag_that_is_cut_off_is_no_content():
+    tag = f"\n\n<{DSML}tool_calls>"
+    for stop in (1, 2, 3, 3 + len(DSML), len(tag) - 1):
+        parser = CompletionParser(thinking=False, forced_call=True)
+        events = [
+            event for each in split_markers(tag[:stop]) for event in parser.feed(each)
+        ] + parser.finish()
+        assert [(type(event), event.raw) for event in events] == [(FormatProblem, tag[:stop])]
+        found = message_of("Well." + tag[:stop])  # the call is not forced: known by its marker
+        marked = DSML in tag[:stop]
+        assert found.content == ("Well." if marked else "Well." + tag[:stop])
+        assert [problem.raw for problem in found.problems] == ([tag[:stop]] if marked else [])
+
+
 def expected_arguments(call):
     """Arguments after encoding: JSON objects unchanged, anything else as one parameter."""
     arguments = call["function"]["arguments"]

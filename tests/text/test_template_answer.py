@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from birkhoff.text.events import ToolCall, assemble
 from birkhoff.text.segments import Marker, TextSegment
 from birkhoff.text.template_answer import (
+    ARGS,
     HERMES,
     LLAMA,
     MISTRAL,
@@ -46,6 +47,26 @@ def of(text, calls=None, **options):
     whole = parse([TextSegment(text)], calls, **options)
     assert parse([TextSegment(character) for character in text], calls, **options) == whole
     return whole
+
+
+@pytest.mark.parametrize(
+    "syntax", [HERMES, MISTRAL, MISTRAL_NAMED, PHI, LLAMA], ids=lambda each: each.opening
+)
+def test_a_forced_call_that_is_cut_off_anywhere_is_no_content(syntax):
+    call = f'{{"name": "weather", "{syntax.arguments}": {CITY}}}'
+    inner = f"weather{ARGS}{CITY}" if syntax.named else f"[{call}]" if syntax.array else call
+    text = inner if syntax.bare else syntax.opening + inner + syntax.closing
+    for stop in range(1, len(text) + 1):
+        message = of(text[:stop], syntax, forced_call=True)
+        assert message.content == "" and bool(message.tool_calls) != bool(message.problems)
+        if message.problems:
+            assert message.problems[-1].raw == text[:stop]
+    assert message.tool_calls == (ROME,)
+    thought = of(
+        "<think>Hm.</think>" + text[: max(len(syntax.opening), 2) - 1], syntax, reasons=True, forced_call=True
+    )
+    assert (thought.reasoning, thought.content, len(thought.problems)) == ("Hm.", "", 1)
+    assert of("1 < 2 <", HERMES).content == "1 < 2 <"  # a call that is not forced may be none
 
 
 @pytest.mark.parametrize(

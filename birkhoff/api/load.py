@@ -33,8 +33,9 @@ from birkhoff.config import ModelConfig
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import shipped_vectors
+from birkhoff.engine.cache_plan import CachePlan, plan_cache
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import CachePlan, HostBudget, MemoryBudget, plan_cache
+from birkhoff.engine.memory_plan import HostBudget, MemoryBudget
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels

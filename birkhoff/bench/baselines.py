@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from birkhoff.engine.cache_plan import pages_for
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.plan import Plan

@@ -25,8 +25,8 @@ import torch
 import birkhoff
 from birkhoff.bench.report import Progress, Row, check_positive, facts, significant, summary
 from birkhoff.bench.timing import torch_threads
+from birkhoff.engine.cache_plan import pages_for
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request

@@ -176,7 +176,7 @@ def _plan(
     requests: int,
 ) -> _PullPlan:
     """Inspect the headers of the weights among `files`, and plan for a GPU, or for a CPU where there is none."""
-    from birkhoff.engine.memory_plan import BUS_SPEED, DEVICE_SPEED
+    from birkhoff.engine.speed_bounds import BUS_SPEED, DEVICE_SPEED
     from birkhoff.weights.inspect import device_memory, inspect_checkpoint
 
     weights = [file for file in files if file.endswith((".safetensors", ".gguf"))]

@@ -32,8 +32,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache_plan import snapshot_bytes
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import snapshot_bytes
 from birkhoff.engine.named_contexts import NamedContexts
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request

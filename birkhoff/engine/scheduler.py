@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache_plan import pages_for
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 

@@ -13,7 +13,7 @@ import birkhoff
 from birkhoff import Add, Capture
 from birkhoff.api.options import SpeculationOptions, parse_speculation
 from birkhoff.convert.synth import synth
-from birkhoff.engine.memory_plan import page_bytes, plan_cache, slot_bytes, snapshot_bytes
+from birkhoff.engine.cache_plan import page_bytes, plan_cache, slot_bytes, snapshot_bytes
 from birkhoff.errors import CapacityError, OptionError
 from tests.api.conftest import open_engine
 from tests.models import TINY

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from birkhoff.decode.cpu import install_cpu_decode
+from birkhoff.engine.cache_plan import page_bytes, pages_for
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import page_bytes, pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptError

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache_plan import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import page_key
 from birkhoff.engine.request import Request

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from birkhoff.engine.cache_plan import page_bytes, pages_for, plan_pages, slot_bytes
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import page_bytes, pages_for, plan_pages, slot_bytes
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.engine.scheduler import Scheduler

@@ -126,14 +126,14 @@ class PageFiles:
 
     @contextlib.contextmanager
     def _ignore_os_errors(self, report: bool = False) -> Iterator[None]:
-        """Count failures of the disk; with `report` the first of them is also told."""
+        """Count failures of the disk; with `report`, also report the first one."""
         try:
             yield
         except OSError as error:
             self.failures += 1
             if report and self._report is not None:
-                tell, self._report = self._report, None
-                tell(
+                report_once, self._report = self._report, None
+                report_once(
                     f"cache pages cannot be written to {self.folder.parent} ({error.strerror or error}); prompts whose "
                     "pages are not there are computed again. Free space there, lower context_bytes, or choose another "
                     "context_root."

@@ -32,7 +32,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class FeatureMatch:
-    """A feature found by a search; `where` says in which of its parts the words stand."""
+    """A feature found by a search; `where` names the part of it that has the words."""
 
     entry: FeatureEntry
     relevance: float

@@ -247,7 +247,7 @@ class RuleSums:
 
 
 def _spans(columns: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
-    """[n, 3]: column, first position and the one behind the last, where a column occurred within the last
+    """[n, 3]: column, first position and the one after the last, where a column occurred within the last
     `NEAR_TOKENS` tokens of a text of `length`. It occurs at `positions`, in ascending order."""
     if not len(columns):
         return torch.zeros(0, 3, dtype=torch.long)

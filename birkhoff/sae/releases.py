@@ -20,7 +20,7 @@ from birkhoff.hf_hub import RepoPath
 
 @dataclass(frozen=True)
 class Release:
-    """Where a dictionary lies, and what its files do not say: whether its rows had their mean removed (the model's
+    """Where a dictionary is, and what its files do not say: whether its rows had their mean removed (the model's
     weights were centred), and the factor they were multiplied by."""
 
     where: RepoPath

@@ -128,7 +128,7 @@ class Tokenizer:
         return dict(self._added)
 
     def _check_shape(self, raw: Any) -> None:
-        """Refuse tokens that is not byte-level BPE: ids would not stand for fixed bytes."""
+        """Refuse a tokenizer that is not byte-level BPE: its ids would not stand for fixed bytes."""
         if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
             raise CheckpointError(
                 f"{self.name} holds no tokenizer, expected an object with 'model' and "

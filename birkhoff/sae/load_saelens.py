@@ -10,6 +10,7 @@ that SAELens does not have (hook, layer and view in a model with several streams
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +52,8 @@ def load_saelens(
     metadata = _object(config.get("metadata"))
     tensors = read_tensors(path / WEIGHTS)
     kind, k = _architecture(config, path)
-    names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if kind == "gated" else ("b_enc",))]
-    names += ["threshold"] if kind == "jumprelu" else []
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise SaeFileError(
-            f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
-        )
     _check_head(config, metadata, tensors, path)
-    gated = kind == "gated"
-    weights = SaeWeights(
-        tensors["W_enc"].T,
-        tensors["b_mag" if gated else "b_enc"],
-        tensors["W_dec"],
-        tensors["b_dec"],
-        threshold=tensors.get("threshold") if kind == "jumprelu" else None,
-        gate_bias=tensors["b_gate"] if gated else None,
-        scale=tensors["r_mag"].double().exp() if gated else None,
-    ).double()
+    weights = _stored_weights(tensors, kind, path)
     if config.get("rescale_acts_by_decoder_norm"):
         weights = weights.decoder_norms(threshold_too=False)
     if config.get("apply_b_dec_to_input", True):
@@ -76,11 +61,9 @@ def load_saelens(
     normalize, factor = _normalization(config, path, input_scale)
     if factor is not None:
         weights = weights.input_scale(factor)
-    model_options = _object(
-        metadata.get("model_from_pretrained_kwargs", config.get("model_from_pretrained_kwargs"))
-    )
     if centered is None:
-        centered = bool(model_options.get("center_writing_weights"))
+        options = metadata.get("model_from_pretrained_kwargs", config.get("model_from_pretrained_kwargs"))
+        centered = bool(_object(options).get("center_writing_weights"))
     if centered:
         if normalize == "constant_norm":
             raise SaeFileError(
@@ -107,6 +90,27 @@ def load_saelens(
     )
 
 
+def _stored_weights(tensors: Mapping[str, torch.Tensor], kind: str, path: Path) -> SaeWeights:
+    """The weights as stored, in float64, before anything is folded into them."""
+    gated = kind == "gated"
+    names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if gated else ("b_enc",))]
+    names += ["threshold"] if kind == "jumprelu" else []
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise SaeFileError(
+            f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
+        )
+    return SaeWeights(
+        tensors["W_enc"].T,
+        tensors["b_mag" if gated else "b_enc"],
+        tensors["W_dec"],
+        tensors["b_dec"],
+        threshold=tensors.get("threshold") if kind == "jumprelu" else None,
+        gate_bias=tensors["b_gate"] if gated else None,
+        scale=tensors["r_mag"].double().exp() if gated else None,
+    ).double()
+
+
 def _check_head(
     config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
 ) -> None:
@@ -127,13 +131,25 @@ def _check_head(
 
 
 def save_saelens(sae: Sae, path: Path) -> None:
+    """Write a dictionary in SAELens' layout; one that would mean something else there is refused."""
     sae.check_whole("SAELens' layout")
-    kind = sae.activation.name
     if isinstance(sae.activation, TopK) and not sae.activation.rectified:
         raise SaeError(
             "SAELens' top-k sets what is below zero to zero, and this dictionary keeps it, so the files would mean "
             "something else there. Save with layout='manifest', or make it with rectified=True."
         )
+    tensors = _saved_tensors(sae)
+    config = _saved_config(sae)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_tensors(path / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    save_labels(sae, path)
+    (path / STATISTICS).unlink(missing_ok=True)
+    if sae.x_max is not None:
+        save_tensors(path / STATISTICS, {"x_max": sae.x_max})
+
+
+def _saved_tensors(sae: Sae) -> dict[str, torch.Tensor]:
     tensors = {
         "W_enc": sae.encoder.T,
         "W_dec": sae.decoder,
@@ -141,7 +157,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
         "b_enc": sae.encoder_bias,
     }
     numbers = sae.activation.tensors()
-    if kind == "gated":
+    if sae.activation.name == "gated":
         if not (numbers["scale"] > 0).all():
             raise SaeError("a gated dictionary of SAELens has positive scales (it keeps their logarithm).")
         del tensors["b_enc"]
@@ -156,6 +172,12 @@ def save_saelens(sae: Sae, path: Path) -> None:
                 "SAELens rectifies before it compares, and this dictionary has thresholds below zero."
             )
         tensors["threshold"] = numbers["threshold"]
+    return tensors
+
+
+def _saved_config(sae: Sae) -> dict[str, Any]:
+    """SAELens' fields; our own are in `metadata.birkhoff`."""
+    kind = sae.activation.name
     site = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
     config: dict[str, Any] = {
         "architecture": {"relu": "standard", "batchtopk": "jumprelu"}.get(kind, kind),
@@ -175,13 +197,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
     }
     if isinstance(sae.activation, TopK):
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_tensors(path / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
-    save_labels(sae, path)
-    (path / STATISTICS).unlink(missing_ok=True)
-    if sae.x_max is not None:
-        save_tensors(path / STATISTICS, {"x_max": sae.x_max})
+    return config
 
 
 def save_labels(sae: Sae, path: Path) -> None:

@@ -24,7 +24,7 @@ from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.load_saelens import read_json, read_labels, read_tensors, save_labels
+from birkhoff.sae.stored_parts import read_json, read_labels, read_tensors, save_labels
 from birkhoff.small_file import MANIFEST_BYTES
 
 MANIFEST = "manifest.json"

@@ -15,21 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from birkhoff import small_file
 from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.fold import SaeWeights
 from birkhoff.sae.hook_names import site_of
-from birkhoff.small_file import CONFIG_BYTES, MANIFEST_BYTES, check_regular
+from birkhoff.sae.stored_parts import read_json, read_labels, read_tensors, save_labels
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
-LABELS = "birkhoff_labels.json"
 STATISTICS = "birkhoff_statistics.safetensors"
 _NORMS = {"layer_norm": "layer_norm", "constant_norm_rescale": "constant_norm"}
 _KEPT = ("model_name", "hook_name", "prepend_bos", "context_size")
@@ -200,23 +196,6 @@ def _saved_config(sae: Sae) -> dict[str, Any]:
     return config
 
 
-def save_labels(sae: Sae, path: Path) -> None:
-    """Write the labels of a dictionary of any layout; without labels there is no file."""
-    (path / LABELS).unlink(missing_ok=True)
-    if sae.labels:
-        labels = {str(sae.feature_id(row)): label for row, label in sorted(sae.labels.items())}
-        (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def read_labels(path: Path) -> dict[int, str]:
-    if not (path / LABELS).is_file():
-        return {}
-    raw = read_json(path / LABELS, MANIFEST_BYTES)
-    if not all(key.isdecimal() for key in raw):
-        raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
-    return {int(key): label for key, label in raw.items()}
-
-
 def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
     architecture = config.get("architecture", "standard")
     activation = config.get("activation_fn", config.get("activation_fn_str", "relu"))  # earlier layouts
@@ -268,22 +247,3 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _hook_name(sae: Sae) -> str | None:
     return None if sae.hook is None else f"{sae.hook}.{sae.layer}"
-
-
-def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    try:
-        value = small_file.read_json(path, max_bytes)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SaeFileError(f"{path} cannot be read as JSON ({reason}).") from None
-    if not isinstance(value, dict):
-        raise SaeFileError(f"{path} holds {quoted(value)}, expected an object.")
-    return value
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        check_regular(path)
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

@@ -23,7 +23,7 @@ from birkhoff.errors import CheckpointError, PromptError, TextUnavailable, Token
 from birkhoff.json_limits import parse_json
 from birkhoff.option_checks import as_int
 from birkhoff.small_file import TOKENIZER_BYTES, read_bytes
-from birkhoff.text.bytes import byte_alphabet
+from birkhoff.text.byte_tokenizer import byte_alphabet
 
 MAX_VOCAB = 1 << 24
 UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks

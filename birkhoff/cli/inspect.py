@@ -211,9 +211,9 @@ def print_report(report: Inspection, console: Console) -> None:
     sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
     capacities = device_memory() if report.file_bytes else {}
-    for place, forms in report.fits(capacities).items():
+    for device, forms in report.fits(capacities).items():
         fitting = ", ".join(forms) or "no form"
-        console.print(f"fits        {place} ({format_bytes(capacities[place])}): {fitting}")
+        console.print(f"fits        {device} ({format_bytes(capacities[device])}): {fitting}")
     for notice in report.notices:
         console.print(f"[yellow]notice[/]      {escape(notice)}")
     for problem in report.problems:

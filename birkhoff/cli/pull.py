@@ -209,7 +209,7 @@ def _plan(
             except BirkhoffError as error:
                 return _PullPlan(None, None, str(error), size, broken=True)
         if device_bytes is None and host_bytes is None:
-            gpus = [memory for place, memory in device_memory().items() if place != "host"]
+            gpus = [memory for device, memory in device_memory().items() if device != "host"]
             device_bytes = max(gpus, default=None)
         host = {}
         if device_bytes is None and not report.problems:

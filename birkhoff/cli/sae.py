@@ -259,12 +259,12 @@ def show(
 ) -> None:
     """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""
     described = _descriptions(directory)
-    number = _feature_number(described, feature, directory)
-    entry = described[number]
+    feature_id = _feature_id(described, feature, directory)
+    entry = described[feature_id]
     if json:
-        typer.echo(json_module.dumps({"feature": number, **entry.to_json()}))
+        typer.echo(json_module.dumps({"feature": feature_id, **entry.to_json()}))
         return
-    typer.echo(f"{number}  {entry.label}")
+    typer.echo(f"{feature_id}  {entry.label}")
     scored = (
         "" if entry.score is None else f", correlation {entry.score:.2f} on {entry.scored_rows} held-out rows"
     )
@@ -281,7 +281,7 @@ def show(
             typer.echo(f"  {context['value']:8.2f}  {context['text']!r}")
 
 
-def _feature_number(described: FeatureIndex, feature: str, directory: Path) -> int:
+def _feature_id(described: FeatureIndex, feature: str, directory: Path) -> int:
     """The described feature of this number or label."""
     if feature.isdecimal() and int(feature) in described:
         return int(feature)

@@ -18,7 +18,6 @@ import torch
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, unsupported_model
-from birkhoff.engine.cache_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.draft_chain import DraftChain, PendingSamples
 from birkhoff.engine.gpu_warmup import warm_up
@@ -35,6 +34,7 @@ from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
 from birkhoff.errors import BirkhoffError, CapacityError, LogitsError
 from birkhoff.hooks.plan import Plan
+from birkhoff.model.cache_size import cache_by_kind, page_bytes, pages_for
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement

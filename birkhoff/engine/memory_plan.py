@@ -14,9 +14,9 @@ import torch
 
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS, V4Config
-from birkhoff.engine.cache_plan import context_bytes, page_bytes, slot_bytes
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.packed import TYPES
+from birkhoff.model.cache_size import context_bytes, page_bytes, slot_bytes
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.mhc import Mixer
 from birkhoff.model.moe import Experts, SharedExpert

@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache_plan import pages_for
 from birkhoff.engine.id_pool import IdPool
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
+from birkhoff.model.cache_size import pages_for
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from birkhoff.config import V4Config
-from birkhoff.engine.cache_plan import CACHE_TOKENS, cache_by_kind, context_bytes, step_cache_bytes
+from birkhoff.engine.cache_plan import CACHE_TOKENS
 from birkhoff.engine.memory_plan import MemoryBudget, model_bytes, weight_bytes
+from birkhoff.model.cache_size import cache_by_kind, context_bytes, step_cache_bytes
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 

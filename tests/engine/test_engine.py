@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from birkhoff.decode.cpu import install_cpu_decode
-from birkhoff.engine.cache_plan import page_bytes, pages_for
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptError
 from birkhoff.kernels.select import select
+from birkhoff.model.cache_size import page_bytes, pages_for
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from tests.models import MICRO, fill_random, fused_model, random_tokens

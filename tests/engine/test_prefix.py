@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache_plan import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
+from birkhoff.engine.cache_plan import plan_prefix
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.id_pool import IdPool
 from birkhoff.engine.page_files import PageFiles
@@ -22,6 +22,7 @@ from birkhoff.hooks.digest import DigestPart
 from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import page_bytes, slot_bytes, snapshot_bytes
 from birkhoff.model.state import Snapshot, State
 from tests import models
 from tests.models import TINY, fused_model, random_tokens, variant

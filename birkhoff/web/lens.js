@@ -10,12 +10,7 @@ export function lensPanel(store) {
     "Lens per stream",
     "Top next token if the final norm and the head are applied at this depth: to each stream, " +
       "to their mean and to the head's mix. Darker means more probable.",
-    {
-      wide: true,
-      name: "lens",
-      data: () => current() ?? {},
-      python: () => lensPython(store.state),
-    },
+    { wide: true, name: "lens", data: () => current() ?? {}, python: () => lensPython(store.state) },
     body,
   );
   const cell = (tokens) => {

@@ -4,7 +4,7 @@ import { call, post, stream } from "./api.js";
 import { interventions } from "./edits.js";
 import { newRun, tokensOf } from "./store.js";
 
-export const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "experts"];
+const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "experts"];
 const TOP = 8;
 let current = null;
 

@@ -37,7 +37,7 @@ def atomic_path(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def remove_partials(directory: Path, name: str = "*") -> None:
-    """Delete the temporary files that killed processes left in `directory`; nobody else may be writing there.
+    """Delete the temporary files that killed processes left in `directory`. No other process may be writing there.
 
     `name` is a pattern of the files they were to become."""
     for partial in directory.glob(f"{name}.*.partial"):

@@ -362,72 +362,89 @@ _POSITIVE = (
 ).split()
 
 
-def _check(c: V4Config) -> None:
-    def refuse(text: str) -> None:
-        raise ConfigError(text)
+_POSITIVE_NUMBERS = (
+    "routed_scaling_factor swiglu_limit hc_eps rms_norm_eps rope_theta compress_rope_theta".split()
+)
 
+
+def _check(c: V4Config) -> None:
+    """Raise `ConfigError` unless the values are possible and describe a V4."""
+    _check_numbers(c)
+    _check_attention(c)
+    _check_experts(c)
+    if type(c.tie_word_embeddings) is not bool:
+        raise ConfigError(f"tie_word_embeddings is {c.tie_word_embeddings!r}, expected true or false.")
+    if c.attention_bias:
+        raise ConfigError("attention_bias must be false: V4 has no biases.")
+    if type(c.num_nextn_predict_layers) is not int or c.num_nextn_predict_layers < 0:
+        raise ConfigError(f"num_nextn_predict_layers is {c.num_nextn_predict_layers!r}, expected 0 or more.")
+    _check_rope_scaling(c.rope_scaling)
+    for token in (*c.eos_token_ids, *(() if c.bos_token_id is None else (c.bos_token_id,))):
+        if type(token) is not int or not 0 <= token < c.vocab_size:
+            raise ConfigError(f"special token id {token!r} lies outside the vocabulary of {c.vocab_size}.")
+
+
+def _check_numbers(c: V4Config) -> None:
     for name in _POSITIVE:
         value = getattr(c, name)
         if type(value) is not int or not 0 < value <= 2**31:
-            refuse(f"{name} is {value!r}, expected a positive whole number.")
-    for name in (
-        "routed_scaling_factor",
-        "swiglu_limit",
-        "hc_eps",
-        "rms_norm_eps",
-        "rope_theta",
-        "compress_rope_theta",
-    ):
+            raise ConfigError(f"{name} is {value!r}, expected a positive whole number.")
+    for name in _POSITIVE_NUMBERS:
         value = getattr(c, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-            or value <= 0
-        ):
-            refuse(f"{name} is {value!r}, expected a positive number.")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{name} is {value!r}, expected a positive number.")
+
+
+def _check_attention(c: V4Config) -> None:
     rope = c.qk_rope_head_dim
     if type(rope) is not int or rope < 2 or rope % 2 or rope > c.head_dim:
-        refuse(f"qk_rope_head_dim is {rope!r}, expected an even number up to head_dim ({c.head_dim}).")
-    if c.num_key_value_heads != 1:
-        refuse(f"num_key_value_heads is {c.num_key_value_heads}, expected 1: V4 shares one key/value vector.")
-    if c.num_attention_heads % c.o_groups:
-        refuse(f"num_attention_heads ({c.num_attention_heads}) is not a multiple of o_groups ({c.o_groups}).")
-    if len(c.compress_ratios) != c.num_hidden_layers:
-        refuse(
-            f"compress_ratios has {len(c.compress_ratios)} entries, expected {c.num_hidden_layers}, one per layer."
+        raise ConfigError(
+            f"qk_rope_head_dim is {rope!r}, expected an even number up to head_dim ({c.head_dim})."
         )
-    bad = [r for r in c.compress_ratios if r not in KIND_OF_RATIO]
+    if c.num_key_value_heads != 1:
+        raise ConfigError(
+            f"num_key_value_heads is {c.num_key_value_heads}, expected 1: V4 shares one key/value vector."
+        )
+    if c.num_attention_heads % c.o_groups:
+        raise ConfigError(
+            f"num_attention_heads ({c.num_attention_heads}) is not a multiple of o_groups ({c.o_groups})."
+        )
+    ratios = c.compress_ratios
+    if len(ratios) != c.num_hidden_layers:
+        raise ConfigError(
+            f"compress_ratios has {len(ratios)} entries, expected {c.num_hidden_layers}, one per layer."
+        )
+    bad = [ratio for ratio in ratios if ratio not in KIND_OF_RATIO]
     if bad:
-        refuse(f"compress_ratios holds {bad[0]}, expected 0 (sliding), 4 (CSA) or 128 (HCA).")
-    if 4 in c.compress_ratios and c.index_head_dim < rope:
-        refuse(f"index_head_dim is {c.index_head_dim}, expected at least qk_rope_head_dim ({rope}).")
+        raise ConfigError(f"compress_ratios holds {bad[0]}, expected 0 (sliding), 4 (CSA) or 128 (HCA).")
+    if 4 in ratios and c.index_head_dim < rope:
+        raise ConfigError(
+            f"index_head_dim is {c.index_head_dim}, expected at least qk_rope_head_dim ({rope})."
+        )
+
+
+def _check_experts(c: V4Config) -> None:
     if c.num_experts_per_tok > c.n_routed_experts:
-        refuse(
+        raise ConfigError(
             f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.n_routed_experts})."
         )
     if c.n_shared_experts != 1:
-        refuse(f"n_shared_experts is {c.n_shared_experts}, expected 1.")
+        raise ConfigError(f"n_shared_experts is {c.n_shared_experts}, expected 1.")
     if type(c.num_hash_layers) is not int or not 0 <= c.num_hash_layers <= c.num_hidden_layers:
-        refuse(f"num_hash_layers is {c.num_hash_layers!r}, expected 0 to {c.num_hidden_layers}.")
+        raise ConfigError(f"num_hash_layers is {c.num_hash_layers!r}, expected 0 to {c.num_hidden_layers}.")
     if c.scoring_func != "sqrtsoftplus":
-        refuse(f"scoring_func is {c.scoring_func!r}, expected 'sqrtsoftplus'.")
+        raise ConfigError(f"scoring_func is {c.scoring_func!r}, expected 'sqrtsoftplus'.")
     if not c.norm_topk_prob:
-        refuse("norm_topk_prob is false; V4 always normalises routing weights.")
-    if type(c.tie_word_embeddings) is not bool:
-        refuse(f"tie_word_embeddings is {c.tie_word_embeddings!r}, expected true or false.")
-    if c.attention_bias:
-        refuse("attention_bias must be false: V4 has no biases.")
-    if type(c.num_nextn_predict_layers) is not int or c.num_nextn_predict_layers < 0:
-        refuse(f"num_nextn_predict_layers is {c.num_nextn_predict_layers!r}, expected 0 or more.")
-    if c.rope_scaling is not None:
-        s = c.rope_scaling
-        if not (s.factor >= 1 and s.original_max_position_embeddings > 0 and s.beta_fast > s.beta_slow > 0):
-            refuse(
-                f"rope_scaling {s} is impossible: factor >= 1, a positive original length and "
-                "beta_fast > beta_slow > 0 are expected."
-            )
-    for ids in (c.eos_token_ids, () if c.bos_token_id is None else (c.bos_token_id,)):
-        for token in ids:
-            if type(token) is not int or not 0 <= token < c.vocab_size:
-                refuse(f"special token id {token!r} lies outside the vocabulary of {c.vocab_size}.")
+        raise ConfigError("norm_topk_prob is false; V4 always normalises routing weights.")
+
+
+def _check_rope_scaling(scaling: RopeScaling | None) -> None:
+    if scaling is None:
+        return
+    length, fast, slow = scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow
+    if not (scaling.factor >= 1 and length > 0 and fast > slow > 0):
+        raise ConfigError(
+            f"rope_scaling {scaling} is impossible: factor >= 1, a positive original length and "
+            "beta_fast > beta_slow > 0 are expected."
+        )

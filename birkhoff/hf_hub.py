@@ -238,7 +238,7 @@ class RemoteRepo:
         return cache_folder() / repo_folder_name(repo_id=self.where.repo, repo_type="model")
 
     def _remove_leftovers(self) -> None:
-        """Remove partial files of killed downloads: those whose lock nobody holds."""
+        """Remove partial files of killed downloads: those whose lock no process holds."""
         locks = cache_folder() / ".locks" / self._storage.name
         for partial in (self._storage / "blobs").glob("*.incomplete"):
             lock = locks / f"{partial.name.split('.')[0]}.lock"

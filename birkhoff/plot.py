@@ -150,7 +150,7 @@ def attribution(terms: LogitAttribution, unit: str = "sublayer", k: int = 20, ax
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure that belongs to nobody, with its axes as rows of a grid."""
+    """A figure outside of pyplot's list of open figures, with its axes as rows of a grid."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

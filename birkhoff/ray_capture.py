@@ -142,7 +142,7 @@ def _connect(ray: Any, address: str) -> bool:
         raise OptionError("the address of Ray is empty, expected auto, local, HOST:6379 or ray://HOST:10001.")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if port.isdigit():  # Ray itself asks an address where nothing listens for minutes
+        if port.isdigit():  # Ray itself tries an address where nothing listens for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=30).close()
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
         if address == "local":

@@ -45,6 +45,24 @@ def variant(**changes) -> V4Config:
     return replace(TINY, **changes)
 
 
+MICRO = variant(
+    vocab_size=40,
+    hidden_size=16,
+    num_attention_heads=2,
+    head_dim=8,
+    qk_rope_head_dim=4,
+    q_lora_rank=8,
+    o_lora_rank=4,
+    compress_ratios=(4, 128),
+    index_n_heads=3,
+    index_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=8,
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+)  # two layers, for thousands of steps
+
+
 def fill_random(model: Transformer, seed: int) -> None:
     """Random weights of realistic size: norms near one, mixers neither identity nor uniform, distinct router scores."""
     g = torch.Generator().manual_seed(seed)

@@ -269,3 +269,44 @@ def test_every_measurement_is_in_the_table_of_commands():
     assert not [
         name for name in click_group().commands["bench"].commands if f"| `bench {name}` |" not in page
     ]
+
+
+def _without_fences(name: str) -> str:
+    return re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+
+
+def _anchors(name: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _without_fences(name), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
+
+
+def test_relative_links_lead_to_files_and_headings():
+    pages = [*DOCUMENTS, "CONTRIBUTING.md", "CHANGELOG.md"]
+    broken = []
+    links = 0
+    for name in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", _without_fences(name)):
+            if re.match(r"https?:|mailto:", link):
+                continue
+            links += 1
+            path, _, anchor = link.partition("#")
+            target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+            if not target.exists():
+                broken.append(f"{name}: {link}")
+            elif anchor and anchor not in _anchors(str(target.relative_to(ROOT))):
+                broken.append(f"{name}: {link} has no such heading")
+    assert links > 100 and not broken, broken
+
+
+def test_documents_name_only_files_that_exist():
+    """Files in code font with a folder, such as `hooks/sites.py`: relative to the repository, the package or a room."""
+    bases = [ROOT, ROOT / "birkhoff", *(path for path in (ROOT / "birkhoff").iterdir() if path.is_dir())]
+    pattern = re.compile(
+        r"`([\w.-]+(?:/[\w.-]+)*/[\w.-]+\.(?:py|md|js|css|cu|cuh|h|toml|jsonl))(?::[\w.]+)?`"
+    )
+    pages = [name for name in (*DOCUMENTS, "CONTRIBUTING.md") if name != "docs/log.md"]
+    named = {(name, path) for name in pages for path in pattern.findall((ROOT / name).read_text())}
+    missing = [pair for pair in sorted(named) if not any((base / pair[1]).exists() for base in bases)]
+    assert len(named) > 50 and not missing, missing

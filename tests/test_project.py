@@ -189,6 +189,22 @@ def test_every_module_has_a_docstring():
         assert len(text.splitlines()) <= 650, path
 
 
+def test_the_index_of_a_room_names_only_modules_that_exist():
+    shared = {"reference.py", "cpu.py", "prefill.py", "decode.py"}  # of the folders in kernels/
+    named = 0
+    for path in PACKAGE.rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for name in re.findall(r"`([\w/]+\.py)`", docstring):
+            named += 1
+            known = (
+                (path.parent / name).exists()
+                or (PACKAGE / name).exists()
+                or (PACKAGE / "kernels" / name).exists()
+            )
+            assert known or name in shared, f"{path.relative_to(ROOT)}: {name}"
+    assert named > 100
+
+
 def tracked() -> list[Path]:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]

@@ -9,33 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from birkhoff.config import V4Config
+from birkhoff.convert.presets import PRESETS
 from birkhoff.errors import OptionError
 
-NANO = V4Config(
-    vocab_size=4096,
-    hidden_size=384,
-    num_hidden_layers=8,
-    num_attention_heads=6,
-    head_dim=128,
-    qk_rope_head_dim=64,
-    q_lora_rank=256,
-    o_groups=2,
-    o_lora_rank=128,
-    sliding_window=64,
-    compress_ratios=(0, 0, 4, 128, 4, 128, 4, 128),
-    index_n_heads=16,
-    index_head_dim=64,
-    index_topk=64,
-    n_routed_experts=16,
-    num_experts_per_tok=4,
-    moe_intermediate_size=128,
-    num_hash_layers=2,
-    routed_scaling_factor=1.5,
-    swiglu_limit=10.0,
-    max_position_embeddings=4096,
-    num_nextn_predict_layers=1,
-)
+NANO = PRESETS["nano"]
 
 
 @dataclass(frozen=True)

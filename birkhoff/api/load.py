@@ -33,15 +33,9 @@ from birkhoff.config import ModelConfig, V4Config
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import shipped_vectors
+from birkhoff.engine.cache_plan import CachePlan, plan_cache
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import (
-    CachePlan,
-    HostBudget,
-    MemoryBudget,
-    page_bytes,
-    plan_cache,
-    snapshot_bytes,
-)
+from birkhoff.engine.memory_plan import HostBudget, MemoryBudget
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
@@ -51,6 +45,7 @@ from birkhoff.hf.checkpoint import read_config, runs_here
 from birkhoff.hf.open_model import context_for, make_core, open_model, open_text, read_hf_config
 from birkhoff.kernels import jit
 from birkhoff.kernels.packed.compile import find_compiler
+from birkhoff.model.cache_size import page_bytes, snapshot_bytes
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.offload.placement import Placement

@@ -12,11 +12,11 @@ import torch
 
 from birkhoff.api.options import EngineOptions, PlacementOptions, SpeculationOptions, parse_speculation
 from birkhoff.byte_size import format_bytes
+from birkhoff.engine.cache_plan import default_cache_bytes
 from birkhoff.engine.memory_plan import (
     HostBudget,
     MemoryBudget,
     cache_within,
-    default_cache_bytes,
     model_bytes,
     plan_budget,
     plan_host,

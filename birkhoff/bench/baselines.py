@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import pages_for
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 

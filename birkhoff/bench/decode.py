@@ -32,9 +32,9 @@ from birkhoff.config import KIND_OF_RATIO, PAGE_TOKENS, V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.memory_plan import context_bytes, step_cache_bytes
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import context_bytes, step_cache_bytes
 from birkhoff.model.state import State
 
 # Relative to the norm of the logits; both paths round to bfloat16 about forty times per layer.

@@ -29,11 +29,11 @@ from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.engine.cuda_graphs import ROWS
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import pages_for
 
 RATES = (0.8, 1.2)  # above 1 requests wait for each other, as in a server at its limit
 

@@ -58,7 +58,7 @@ def bench_harvest(
     layers: int = 4,
     disk: str | Path | None = None,
 ) -> Iterator[Row]:
-    """Rows for a checkpoint, or for random weights of full width on a GPU with so many `layers`."""
+    """Rows for a checkpoint, or for random weights of full width on a GPU with `layers` layers."""
     setting = setting or HarvestSetting()
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-", dir=disk) as folder:
         if model is not None:

@@ -34,7 +34,8 @@ from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.memory_plan import default_cache_bytes, plan_budget, weight_bytes
+from birkhoff.engine.cache_plan import default_cache_bytes
+from birkhoff.engine.memory_plan import plan_budget, weight_bytes
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.packed import native
 from birkhoff.kernels.select import Choice

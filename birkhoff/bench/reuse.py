@@ -26,7 +26,6 @@ import birkhoff
 from birkhoff.bench.report import Progress, Row, check_positive, facts, significant, summary
 from birkhoff.bench.timing import torch_threads
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
@@ -34,6 +33,7 @@ from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import pages_for
 from birkhoff.model.state import State
 
 PREFIX_BYTES = 2**28

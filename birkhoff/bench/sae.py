@@ -74,7 +74,7 @@ def bench_sae(
 
 
 class PlainLoop:
-    """What somebody writes without this package: a TopK autoencoder by autograd."""
+    """The baseline without this package: a TopK autoencoder by autograd."""
 
     def __init__(self, setting: SaeSetting, sample: torch.Tensor):
         device, self.k, self.dtype = sample.device, setting.k, PRODUCTS[setting.products]

@@ -28,8 +28,8 @@ from birkhoff.sae.dictionary import Sae
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the random codes
 # First bytes of the float16 numbers in a block; MXFP4 has an exponent instead.
 _HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-# The second of them scales minima; so many times the first makes the mean zero. Otherwise all rows of a matrix would be
-# alike, and all tokens would ask the same experts.
+# The second of them scales minima; this multiple of the first makes the mean zero. Otherwise all rows of a matrix would
+# be alike, and all tokens would be routed to the same experts.
 _MINIMA = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 WeightTypes = tuple[PackedType, PackedType, PackedType]  # of gate and up, of down, of the other projections

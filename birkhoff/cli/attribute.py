@@ -147,11 +147,12 @@ def _attached(engine: Engine, over: list[str] | None) -> list[str]:
     from birkhoff.analysis.attribute import FEATURES
 
     names = []
-    for number, name in enumerate(over or ["sublayers"]):
+    for index, name in enumerate(over or ["sublayers"]):
         if name.startswith(FEATURES):
-            engine.attach(f"features-{number}", name.removeprefix(FEATURES))
-            name = f"{FEATURES}features-{number}"
-        names.append(name)
+            engine.attach(f"features-{index}", name.removeprefix(FEATURES))
+            names.append(f"{FEATURES}features-{index}")
+        else:
+            names.append(name)
     return names
 
 

@@ -455,7 +455,7 @@ def serve(
     layers: Annotated[
         int | None,
         typer.Option(
-            help="With --device cuda: random weights of so many layers at V4-Flash width, not --model."
+            help="With --device cuda: random weights with this many layers at V4-Flash width, not --model."
         ),
     ] = None,
     steered: Annotated[float, typer.Option(help="With --device: share of steered requests.")] = 0.3,

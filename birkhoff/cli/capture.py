@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json as json_module
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +25,9 @@ from birkhoff.data.texts import open_texts
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
-    from birkhoff.analysis.harvest import HarvestReport
+    from birkhoff.analysis.harvest import HarvestEstimate, HarvestReport
+    from birkhoff.api.engine import Engine
+    from birkhoff.capture.spec.request import Capture
     from birkhoff.data.texts import DatasetText
 
 MAX_REQUESTS = 8
@@ -102,66 +106,92 @@ def capture(
     from birkhoff.capture.spec.request import Capture
 
     spec = Capture.from_json({name: value for name, value in fields.items() if value is not None})
+    texts = _Texts(data, text_field, whole_file, limit)
     if ray is not None:
         if dry_run:
             raise OptionError(
                 "--dry-run counts without running anything, so it needs no --ray. Leave it out."
             )
         assert out is not None
-        from birkhoff.ray_capture import capture_on_ray
+        cluster = {"actors": ray_actors, "gpus": ray_gpus, "cpus": ray_cpus, "part_texts": ray_part}
+        _print_report(_harvest_on_ray(ray, texts, spec, out, load_options, cluster, skip_bad), json)
+    elif dry_run:
+        with _opened(texts, load_options, "counting") as (engine, opened, _, progress):
+            estimate = estimate_harvest(engine, opened, spec, skip_bad=skip_bad, progress=progress)
+        _print_estimate(estimate, json)
+    else:
+        assert out is not None
+        with _opened(texts, load_options, "harvesting") as (engine, opened, source, progress):
+            report = harvest(engine, opened, spec, out, source=source, skip_bad=skip_bad, progress=progress)
+        _print_report(report, json)
 
-        with progress_bar("harvesting", "texts") as advance:
-            joined = capture_on_ray(
-                ray,
-                data,
-                spec,
-                out,
-                load_options,
-                actors=ray_actors,
-                gpus=ray_gpus,
-                cpus=ray_cpus,
-                part_texts=ray_part,
-                text_field=text_field,
-                whole_file=whole_file,
-                limit=limit,
-                skip_bad=skip_bad,
-                progress=advance,
-            )
-        _print_report(joined, json)
-        return
-    source = open_texts(data, text_field, whole_file)
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a run, as the command line names them."""
+
+    data: str
+    text_field: str
+    whole_file: bool
+    limit: int | None
+
+
+@contextmanager
+def _opened(
+    texts: _Texts, load_options: Mapping[str, Any], verb: str
+) -> Iterator[tuple[Engine, Iterable[DatasetText], Mapping[str, Any], Callable[[int], None]]]:
+    """An engine, the texts, their description, and a progress bar to call with the number of texts done."""
+    source = open_texts(texts.data, texts.text_field, texts.whole_file)
     description = source.describe()
-    total = min((count for count in (limit, description["texts"]) if count is not None), default=None)
-    texts: Iterable[DatasetText] = itertools.islice(source, limit)
+    total = min((count for count in (texts.limit, description["texts"]) if count is not None), default=None)
     with open_engine(load_options, MAX_REQUESTS) as engine:
         if not load_options["batch_invariant"]:
             print_status(
                 "texts may run together, so the last bits of a row can depend on its neighbours and on interruptions"
             )
-        with progress_bar("counting" if dry_run else "harvesting", "texts") as advance:
-            if dry_run:
-                estimate = estimate_harvest(
-                    engine, texts, spec, skip_bad=skip_bad, progress=lambda n: advance(n, total)
-                )
-            else:
-                assert out is not None
-                report = harvest(
-                    engine,
-                    texts,
-                    spec,
-                    out,
-                    source=description,
-                    skip_bad=skip_bad,
-                    progress=lambda n: advance(n, total),
-                )
-    if dry_run:
-        _print_skipped(estimate.skipped, estimate.bad_texts)
-        size = f"{estimate.bytes / 1e9:.3f} GB" if estimate.bytes > 1e8 else f"{estimate.bytes} bytes"
-        bound = "" if estimate.exact else "up to "
-        line = f"{estimate.texts} texts, {estimate.tokens} tokens: {bound}{estimate.rows} rows, {size}"
-        typer.echo(json_module.dumps(estimate.to_json()) if json else line)
-        return
-    _print_report(report, json)
+        with progress_bar(verb, "texts") as advance:
+            yield (
+                engine,
+                itertools.islice(source, texts.limit),
+                description,
+                lambda count: advance(count, total),
+            )
+
+
+def _harvest_on_ray(
+    address: str,
+    texts: _Texts,
+    spec: Capture,
+    out: Path,
+    load_options: dict[str, Any],
+    cluster: Mapping[str, Any],
+    skip_bad: bool,
+) -> HarvestReport:
+    """Harvest with the engines that `cluster` describes."""
+    from birkhoff.ray_capture import capture_on_ray
+
+    with progress_bar("harvesting", "texts") as advance:
+        return capture_on_ray(
+            address,
+            texts.data,
+            spec,
+            out,
+            load_options,
+            text_field=texts.text_field,
+            whole_file=texts.whole_file,
+            limit=texts.limit,
+            skip_bad=skip_bad,
+            progress=advance,
+            **cluster,
+        )
+
+
+def _print_estimate(estimate: HarvestEstimate, json: bool) -> None:
+    _print_skipped(estimate.skipped, estimate.bad_texts)
+    size = f"{estimate.bytes / 1e9:.3f} GB" if estimate.bytes > 1e8 else f"{estimate.bytes} bytes"
+    bound = "" if estimate.exact else "up to "
+    line = f"{estimate.texts} texts, {estimate.tokens} tokens: {bound}{estimate.rows} rows, {size}"
+    typer.echo(json_module.dumps(estimate.to_json()) if json else line)
 
 
 def _print_report(report: HarvestReport, json: bool) -> None:

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from birkhoff.cli.export import parse_site
 from birkhoff.cli.options import Json
-from birkhoff.cli.terminal import print_status, progress_bar
-
-if TYPE_CHECKING:
-    from birkhoff.sae.train import StepReport
-
-Features = Annotated[int, typer.Option(help="Number of features.")]
-Steps = Annotated[int, typer.Option(help="Training steps.")]
-BatchRows = Annotated[int, typer.Option(help="Rows per training step.")]
-Rate = Annotated[
-    float | None,
-    typer.Option(
-        help="Peak learning rate. [default: 2e-3, less from 4,096 features or rows of 1,024 numbers on]"
-    ),
-]
-
-
-@contextmanager
-def training_progress(steps: int) -> Iterator[Callable[[StepReport], None]]:
-    """A progress bar of training steps, and ten lines of how it goes."""
-    with progress_bar("training", "steps") as advance:
-
-        def report_step(report: StepReport) -> None:
-            advance(report.step, steps)
-            if report.step % max(1, steps // 10) == 0:
-                print_status(
-                    f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
-                )
-
-        yield report_step
+from birkhoff.cli.sae_train import BatchRows, Features, Rate, Steps, training_progress
+from birkhoff.cli.terminal import print_status
 
 
 def crosscoder(

@@ -46,7 +46,7 @@ def plan_or_refusal(
     formats. `speeds`: device and bus bytes/s."""
     from birkhoff.api.options import EngineOptions
     from birkhoff.api.run_plan import device_network, plan_device
-    from birkhoff.engine.memory_plan import forecast
+    from birkhoff.engine.speed_bounds import forecast
     from birkhoff.weights.checkpoint import open_checkpoint
 
     options = EngineOptions(

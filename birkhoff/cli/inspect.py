@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,7 @@ from birkhoff.errors import OptionError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from birkhoff.config import V4Config
     from birkhoff.weights.inspect import Inspection
 
 _CLASS_TEXT = {
@@ -54,16 +56,8 @@ def inspect(
     from rich.console import Console
 
     from birkhoff.byte_size import parse_bytes
-    from birkhoff.cli.gpu_plan import (
-        device_plan,
-        find_config,
-        host_lines,
-        host_plan,
-        plan_lines,
-        plan_or_refusal,
-    )
+    from birkhoff.cli.gpu_plan import find_config
     from birkhoff.hf.checkpoint import read_config, runs_here
-    from birkhoff.weights.inspect import inspect_checkpoint
     from birkhoff.weights.locate import locate
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # do not wrap lines on a pipe
@@ -71,40 +65,77 @@ def inspect(
         raise OptionError(
             f"requests {requests} and context {context} are no plan, expected positive numbers."
         )
-    device_bytes = parse_bytes(gpu_memory) if gpu_memory is not None else None
-    speeds = float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))
-    host_bytes = parse_bytes(ram) if ram is not None else None
-    on_cpu = host_bytes is not None and device_bytes is None
+    machine = _Machine(
+        parse_bytes(gpu_memory) if gpu_memory is not None else None,
+        parse_bytes(ram) if ram is not None else None,
+        (float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))),
+        context,
+        requests,
+    )
     config = find_config(model)
     if config is not None:
-        if device_bytes is None and host_bytes is None:
+        if machine.device_bytes is None and machine.host_bytes is None:
             raise OptionError(
                 f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB or --ram 64GiB"
             )
-        if device_bytes is None:
-            assert host_bytes is not None
-            forecast = host_plan(config, host_bytes, context, requests)
-        else:
-            forecast = plan_or_refusal(config, device_bytes, context, requests, speeds, host_bytes) or {}
-        lines = host_lines(forecast) if on_cpu else plan_lines(forecast)
-        typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(lines))
-        if "refused" in forecast:
-            raise typer.Exit(1)
+        _plan_config(config, machine, console, json)
         return
     path = locate(model)
     if (path / "config.json").is_file() and runs_here(read_config(path)):
-        if device_bytes is not None or on_cpu:
+        if machine.device_bytes is not None or machine.host_bytes is not None:
             raise OptionError(
                 "plans are for DeepSeek-V4, and this is another model. Leave the plan's options out."
             )
         _inspect_foreign(path, console, json)
         return
+    _inspect_checkpoint(path, machine, console, json)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a plan is for: memory of the GPU and the host, bytes per second of GPU and bus, context and requests."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+    speeds: tuple[float, float]
+    context: int | None
+    requests: int
+
+    def host_plan(self, source: V4Config | Path) -> dict[str, Any] | None:
+        """The plan for a CPU with this memory; None if the plan is for a GPU, or there is none."""
+        from birkhoff.cli.gpu_plan import host_plan
+
+        if self.host_bytes is None or self.device_bytes is not None:
+            return None
+        return host_plan(source, self.host_bytes, self.context, self.requests)
+
+
+def _plan_config(config: V4Config, machine: _Machine, console: Console, json: bool) -> None:
+    """Print the plan of a model that has no files."""
+    from birkhoff.cli.gpu_plan import host_lines, plan_lines, plan_or_refusal
+
+    forecast = machine.host_plan(config)
+    if forecast is not None:
+        lines = host_lines(forecast)
+    else:
+        assert machine.device_bytes is not None
+        limits = (machine.device_bytes, machine.context, machine.requests, machine.speeds, machine.host_bytes)
+        forecast = plan_or_refusal(config, *limits) or {}
+        lines = plan_lines(forecast)
+    typer.echo(json_module.dumps(forecast)) if json else console.print("\n".join(lines))
+    if "refused" in forecast:
+        raise typer.Exit(1)
+
+
+def _inspect_checkpoint(path: Path, machine: _Machine, console: Console, json: bool) -> None:
+    """Print the report of a V4 checkpoint or GGUF file, with the plan if there is one."""
+    from birkhoff.cli.gpu_plan import device_plan, host_lines
+    from birkhoff.weights.inspect import inspect_checkpoint
+
     report = inspect_checkpoint(path)
-    plan = device_plan(report, device_bytes, context, requests, speeds, host_bytes)
-    host = {}
-    if on_cpu and not report.problems:
-        assert host_bytes is not None
-        host = host_plan(path, host_bytes, context, requests)
+    limits = (machine.device_bytes, machine.context, machine.requests, machine.speeds, machine.host_bytes)
+    plan = device_plan(report, *limits)
+    host = {} if report.problems else machine.host_plan(path) or {}
     if json:
         extra = plan.to_dict() | ({"host": host} if host else {})
         typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
@@ -180,9 +211,9 @@ def print_report(report: Inspection, console: Console) -> None:
     sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
     capacities = device_memory() if report.file_bytes else {}
-    for place, forms in report.fits(capacities).items():
+    for device, forms in report.fits(capacities).items():
         fitting = ", ".join(forms) or "no form"
-        console.print(f"fits        {place} ({format_bytes(capacities[place])}): {fitting}")
+        console.print(f"fits        {device} ({format_bytes(capacities[device])}): {fitting}")
     for notice in report.notices:
         console.print(f"[yellow]notice[/]      {escape(notice)}")
     for problem in report.problems:

@@ -176,7 +176,7 @@ def _plan(
     requests: int,
 ) -> _PullPlan:
     """Inspect the headers of the weights among `files`, and plan for a GPU, or for a CPU where there is none."""
-    from birkhoff.engine.memory_plan import BUS_SPEED, DEVICE_SPEED
+    from birkhoff.engine.speed_bounds import BUS_SPEED, DEVICE_SPEED
     from birkhoff.weights.inspect import device_memory, inspect_checkpoint
 
     weights = [file for file in files if file.endswith((".safetensors", ".gguf"))]
@@ -209,7 +209,7 @@ def _plan(
             except BirkhoffError as error:
                 return _PullPlan(None, None, str(error), size, broken=True)
         if device_bytes is None and host_bytes is None:
-            gpus = [memory for place, memory in device_memory().items() if place != "host"]
+            gpus = [memory for device, memory in device_memory().items() if device != "host"]
             device_bytes = max(gpus, default=None)
         host = {}
         if device_bytes is None and not report.problems:

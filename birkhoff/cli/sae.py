@@ -9,25 +9,21 @@ stored rows at any scale.
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from birkhoff.byte_size import format_bytes
 from birkhoff.cli.command_group import CommandGroup
-from birkhoff.cli.crosscoder import BatchRows, Features, Rate, Steps, crosscoder, training_progress
+from birkhoff.cli.crosscoder import crosscoder
 from birkhoff.cli.engine_io import open_engine
-from birkhoff.cli.options import DATA_HELP, Json, Texts, shared_options, split_options
+from birkhoff.cli.options import Json, Texts, shared_options, split_options
 from birkhoff.cli.report import Tokens, read_tokenizer
+from birkhoff.cli.sae_train import MAX_REQUESTS, token_ids, train
 from birkhoff.cli.terminal import print_status, progress_bar
-from birkhoff.data.texts import open_texts, read_texts
 from birkhoff.errors import OptionError, did_you_mean, quoted
 
 if TYPE_CHECKING:
-    from birkhoff.api.engine import Engine
-    from birkhoff.sae.dictionary import Sae
     from birkhoff.sae.feature_index import FeatureIndex
     from birkhoff.sae.features import FeatureEntry
 
@@ -36,7 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train, evaluate, describe, import and export sparse autoencoders (SAEs).",
 )
-MAX_REQUESTS = 8
 Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.")]
 Directory = Annotated[
     Path, typer.Argument(help="Directory of an SAE, nano for its own, or the name of a published one.")
@@ -45,163 +40,7 @@ Hook = Annotated[str | None, typer.Option(help="Hook of its rows, if the SAE doe
 Layer = Annotated[int | None, typer.Option(help="Layer of its rows, if the SAE does not name it.")]
 View = Annotated[str | None, typer.Option(help="View of the row: single, flat, per_stream, read or mean.")]
 
-
-@app.command()
-@shared_options("Model")
-def train(
-    hook: Annotated[str, typer.Option(help="Hook to train on.")],
-    layer: Annotated[int, typer.Option(help="Layer to train on.")],
-    out: Out,
-    store: Annotated[Path | None, typer.Option(help="Directory of stored captures (a tag).")] = None,
-    texts: Annotated[str | None, typer.Option(help=f"Texts to run instead. {DATA_HELP}")] = None,
-    view: Annotated[
-        str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
-    ] = "single",
-    features: Features = 4096,
-    k: Annotated[int, typer.Option(help="Active features per row; on average for all kinds but topk.")] = 32,
-    kind: Annotated[
-        str, typer.Option(help="batchtopk, matryoshka (both saved as jumprelu), topk, jumprelu or gated.")
-    ] = "batchtopk",
-    steps: Steps = 1000,
-    batch_rows: BatchRows = 2048,
-    rate: Rate = None,
-    decay: Annotated[
-        float, typer.Option(help="Final share of the steps over which the learning rate decays to 0.")
-    ] = 0.3,
-    dead_after: Annotated[
-        int,
-        typer.Option(
-            help="Rows without activation after which a feature counts as dead and gets the auxiliary loss."
-        ),
-    ] = 100_000,
-    products: Annotated[
-        str | None,
-        typer.Option(
-            help="float32 or bfloat16; weights are float32. [default: bfloat16 on a GPU, else float32]"
-        ),
-    ] = None,
-    accumulate: Annotated[int, typer.Option(help="Compute a batch in this many parts, to save memory.")] = 1,
-    sparsity: Annotated[
-        float | None, typer.Option(help="Weight of the penalty of jumprelu and gated. [default: 1]")
-    ] = None,
-    prefix: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Features of a prefix of a matryoshka SAE; repeatable, ascending, the last is --features. "
-            "[default: 1/16, 1/8, 1/4, 1/2 and all of them]"
-        ),
-    ] = None,
-    share: Annotated[
-        float | None,
-        typer.Option(
-            help="With --live on a GPU: share of its free memory for training; the model gets the rest."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same SAE.")] = 0,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory that keeps the rows of --texts, so that they are computed once. [default: OUT/rows]"
-        ),
-    ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="Keep no rows: run --texts again in every epoch.")
-    ] = False,
-    json: Json = False,
-    **options: Any,
-) -> None:
-    """Train an SAE on stored captures, or on texts, whose rows are computed once and kept."""
-    if (store is None) == (texts is None):
-        raise OptionError("sae train needs --store DIR or --texts FILE, one of the two.")
-    if store is not None and (rows is not None or live):
-        raise OptionError(f"{'--live' if live else '--rows'} is for --texts; --store has rows already.")
-    if rows is not None and live:
-        raise OptionError("--live keeps no rows, and --rows says where to keep them. Give one of the two.")
-    load_options, _ = split_options(options)
-    from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows, kept_rows
-    from birkhoff.analysis.sae_train import check_share, share_device, train_sae
-    from birkhoff.sae.train import TrainOptions
-
-    device = _training_device(load_options.get("device"), texts is not None)
-    if share is not None and (not live or device != "cuda"):
-        raise OptionError(
-            "--share divides a GPU between model and training: it needs --live and --device cuda."
-        )
-    train_options = TrainOptions(
-        features,
-        k=k,
-        kind=kind,
-        steps=steps,
-        rate=rate,
-        decay=decay,
-        dead_after=dead_after,
-        seed=seed,
-        products=products or ("bfloat16" if device == "cuda" else "float32"),
-        accumulate=accumulate,
-        sparsity=sparsity,
-        prefixes=tuple(prefix) if prefix else None,
-    )
-
-    def run(source: RowSource) -> None:
-        with training_progress(steps) as report_step:
-            result = train_sae(source, train_options, out, progress=report_step, device=device)
-        quality = result.quality
-        print_status(
-            f"{result.steps} steps, {result.rows} rows: {quality.explained_variance:.1%} of the variance explained "
-            f"with {quality.l0:.1f} features a row, {quality.dead_share:.1%} dead"
-        )
-        typer.echo(json_module.dumps({"path": str(out), **result.to_json()}) if json else str(out))
-
-    if store is not None:
-        run(StoreRows(store, hook, layer, view, batch_rows, seed))
-        return
-    assert texts is not None
-    most = None
-    if share is not None:
-        import torch
-
-        model_bytes, most = share_device(share, torch.cuda.mem_get_info()[0])
-        load_options = {"gpu_memory": model_bytes, **load_options}
-    with open_engine(load_options, MAX_REQUESTS) as engine:
-        if live:
-            ids = list(_token_ids(engine, texts))
-            live_rows = LiveRows(engine, ids, hook, layer, view, batch_rows, seed, device=device)
-            if most is not None:
-                width = live_rows.width
-                check_share(train_options, width, batch_rows, live_rows.pool_batches * batch_rows, most)
-            run(live_rows)
-            return
-        data, kept = open_texts(texts), out / "rows" if rows is None else rows
-        description = data.describe()
-        with progress_bar("running", "texts") as advance:
-            source = kept_rows(
-                engine,
-                data,
-                kept,
-                hook,
-                layer,
-                view,
-                batch_rows,
-                seed,
-                source=description,
-                progress=lambda done: advance(done, description["texts"]),
-            )
-    size = sum(file.stat().st_size for file in kept.rglob("*") if file.is_file())
-    print_status(f"rows of {description['texts']} texts are kept in {kept} ({format_bytes(size)})")
-    run(source)
-
-
-def _training_device(device: str | None, has_model: bool) -> str:
-    """Where to train: with the model, which is on the GPU if there is one, or for stored rows on the CPU unless told
-    otherwise."""
-    import torch
-
-    if device is None or device == "auto":
-        return "cuda" if has_model and torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device is cuda, but PyTorch sees no CUDA device. Train on the CPU: --device cpu")
-    return kind
+app.command()(train)
 
 
 @app.command(name="eval")
@@ -225,7 +64,7 @@ def evaluate(
 
     with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        sequences = [ids[:most_tokens] for ids in _token_ids(engine, texts, sae)][:limit]
+        sequences = [ids[:most_tokens] for ids in token_ids(engine, texts, sae)][:limit]
         excluded = [token for token in (begin_token(engine),) if token is not None]
         quality, _ = row_quality(engine, sae, sequences)
         loss = loss_recovered(engine, sae, sequences, excluded)
@@ -271,7 +110,7 @@ def features_of(
 
     with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        sequences = list(_token_ids(engine, texts, sae))[:limit]
+        sequences = list(token_ids(engine, texts, sae))[:limit]
         entries = explain(engine, sae, sequences, feature or None, contexts=contexts)
     if write:
         path = save_features(entries, own)
@@ -420,12 +259,12 @@ def show(
 ) -> None:
     """Show one feature: label and how it was made, frequency, tokens, contexts and examples."""
     described = _descriptions(directory)
-    number = _feature_number(described, feature, directory)
-    entry = described[number]
+    feature_id = _feature_id(described, feature, directory)
+    entry = described[feature_id]
     if json:
-        typer.echo(json_module.dumps({"feature": number, **entry.to_json()}))
+        typer.echo(json_module.dumps({"feature": feature_id, **entry.to_json()}))
         return
-    typer.echo(f"{number}  {entry.label}")
+    typer.echo(f"{feature_id}  {entry.label}")
     scored = (
         "" if entry.score is None else f", correlation {entry.score:.2f} on {entry.scored_rows} held-out rows"
     )
@@ -442,7 +281,7 @@ def show(
             typer.echo(f"  {context['value']:8.2f}  {context['text']!r}")
 
 
-def _feature_number(described: FeatureIndex, feature: str, directory: Path) -> int:
+def _feature_id(described: FeatureIndex, feature: str, directory: Path) -> int:
     """The described feature of this number or label."""
     if feature.isdecimal() and int(feature) in described:
         return int(feature)
@@ -530,14 +369,3 @@ def _copy(
         if json
         else str(out)
     )
-
-
-def _token_ids(engine: Engine, data: str, sae: Sae | None = None) -> Iterator[list[int]]:
-    """The tokens of every text of a data set, begun as the dictionary expects it."""
-    from birkhoff.analysis.sae_rows import text_ids
-
-    for text in read_texts(data):
-        if not isinstance(text, str):
-            yield engine.encode_chat(text)
-        else:
-            yield engine.prompt_ids(text) if sae is None else text_ids(engine, sae, text)

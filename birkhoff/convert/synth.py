@@ -24,7 +24,7 @@ from birkhoff.convert.presets import preset
 from birkhoff.free_disk import check_free_disk, naming_full_disk
 from birkhoff.kernels import quant
 from birkhoff.option_checks import check_int
-from birkhoff.text.bytes import byte_tokenizer_json
+from birkhoff.text.byte_tokenizer import byte_tokenizer_json
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, expected_tensors, model_tensors
 from birkhoff.weights.released import SHARD_BYTES, Packed, write_released
 

@@ -213,8 +213,8 @@ class _DatasetFolders(_ParquetFiles):
         assert self._stored is not None
         folder, name = self._folder / site_name(self._site), site_name(self._site)
         files = []
-        for number, path in enumerate(sorted(folder.glob("*.arrow"))):
-            files.append(f"data-{number:05d}-of-{self._count:05d}.arrow")
+        for index, path in enumerate(sorted(folder.glob("*.arrow"))):
+            files.append(f"data-{index:05d}-of-{self._count:05d}.arrow")
             path.rename(folder / files[-1])
         state: dict[str, Any] = {
             "_data_files": [{"filename": file} for file in files],

@@ -44,6 +44,7 @@ from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
 from birkhoff.kernels.decode_buffers import is_fp4
+from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.packed import Q8_ROWS
 from birkhoff.model.linear import Linear
 from birkhoff.model.mhc import HeadMixer
@@ -52,6 +53,10 @@ from birkhoff.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from birkhoff.kernels.triton_backend import TritonBackend
+
+Rules = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # counts, table and sink of `KeyRules`, as kernels take them
 
 
 def unsupported_model(model: Transformer) -> str | None:
@@ -280,15 +285,25 @@ class Decoder:
         self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers, tap: DecodeTap = NO_TAP
     ) -> torch.Tensor:
         """Launch one attention sublayer: `buffers.x` -> `buffers.attn_out` [rows, d]."""
-        from birkhoff.kernels.compress.decode import norm_rope_store
-        from birkhoff.kernels.index.decode import force_and_forbid, score
+        c = self.config
+        indexed = w.ratio == 4 and buffers.max_entries > 0
+        self._project_and_store(w, state, buffers)
+        self._project_queries(w.q_b_proj if indexed else w.q_b_proj[:1], w, buffers)
+        given = tap.rules(buffers.rows, c.num_attention_heads, w.ratio)
+        rules = None if given is None else (given.counts, given.table, given.sink)
+        if indexed:
+            self._select_entries(w, state, buffers, rules)
+        self._attend(w, state, buffers, buffers.topk_indices if indexed else None, rules)
+        tap_heads(tap, buffers, c.num_attention_heads)
+        self._project_heads(w, buffers)
+        return buffers.attn_out
 
-        c, kernels, pdl = self.config, self.kernels, self.kernels.pdl
-        table = self.state.page_table
+    def _project_and_store(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> None:
+        """`buffers.x` -> `buffers.qkv` and, normalised, `buffers.latent`; keys and entries are stored in `state`."""
+        from birkhoff.kernels.compress.decode import norm_rope_store
+
         self._round(buffers.x, buffers.x_fp16)
-        ids = (buffers.slots, buffers.positions)
-        cos, sin = (buffers.cos, buffers.sin) if w.ratio == 0 else (buffers.cos[:, 1:], buffers.sin[:, 1:])
-        kernels.gemv(w.qkv_proj, (buffers.x_fp16, buffers.x), buffers.qkv)
+        self.kernels.gemv(w.qkv_proj, (buffers.x_fp16, buffers.x), buffers.qkv)
         entry, index = [
             None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
             for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
@@ -297,64 +312,82 @@ class Decoder:
             buffers.qkv,
             w.q_norm,
             buffers.latent,
-            buffers.latent_fp16 if kernels.fp16_inputs else None,
+            buffers.latent_fp16 if self.kernels.fp16_inputs else None,
             w.kv_norm,
             state.keys.rows,
             entry,
             index,
-            table,
-            *ids,
-            cos,
-            sin,
-            c.rms_norm_eps,
-            pdl,
+            self.state.page_table,
+            buffers.slots,
+            buffers.positions,
+            *buffers.phases(w.ratio),
+            self.config.rms_norm_eps,
+            self.kernels.pdl,
             self.drafts,
             self.released,
         )
         self._round(buffers.latent, buffers.latent_fp16)
-        indexed = w.ratio == 4 and buffers.max_entries > 0
-        given = tap.rules(buffers.rows, c.num_attention_heads, w.ratio)
-        rules = None if given is None else (given.counts, given.table, given.sink)
-        queries = w.q_b_proj if indexed else w.q_b_proj[:1]
-        latent = (buffers.latent_fp16, buffers.latent)
-        raw = (buffers.qkv, w.q_norm, c.rms_norm_eps)
-        if self.released or not kernels.project_queries(queries, *raw, buffers.queries):
-            kernels.gemv(queries, latent, buffers.queries)
-        if indexed:
-            heads = c.index_n_heads
-            index_queries = c.num_attention_heads * c.head_dim  # first column
-            head_weights = sum(part.out for part in w.qkv_proj) - heads  # first column
-            score(
-                buffers.queries[:, index_queries:],
-                buffers.qkv[:, head_weights : head_weights + heads],
-                state.pages[INDEX],
-                table,
-                *ids,
-                cos,
-                sin,
-                buffers.scores,
-                c.index_topk,
-                (c.index_head_dim * heads) ** -0.5,
-                pdl,
-                self.released,
-            )
-            if rules is not None:
-                force_and_forbid(buffers.scores, rules)
-            kernels.topk(buffers.scores, buffers.positions, buffers.topk_indices)
+
+    def _project_queries(
+        self, projections: list[PackedWeight], w: LayerWeights, buffers: DecodeBuffers
+    ) -> None:
+        """Launch the query projections of attention and, if it is among them, of the indexer."""
+        raw = (buffers.qkv, w.q_norm, self.config.rms_norm_eps)
+        if self.released or not self.kernels.project_queries(projections, *raw, buffers.queries):
+            self.kernels.gemv(projections, (buffers.latent_fp16, buffers.latent), buffers.queries)
+
+    def _select_entries(
+        self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers, rules: Rules | None
+    ) -> None:
+        """Launch the indexer: the entries with the highest scores -> `buffers.topk_indices`."""
+        from birkhoff.kernels.index.decode import force_and_forbid, score
+
+        c = self.config
+        heads = c.index_n_heads
+        index_queries = c.num_attention_heads * c.head_dim  # first column
+        head_weights = sum(part.out for part in w.qkv_proj) - heads  # first column
+        score(
+            buffers.queries[:, index_queries:],
+            buffers.qkv[:, head_weights : head_weights + heads],
+            state.pages[INDEX],
+            self.state.page_table,
+            buffers.slots,
+            buffers.positions,
+            *buffers.phases(w.ratio),
+            buffers.scores,
+            c.index_topk,
+            (c.index_head_dim * heads) ** -0.5,
+            self.kernels.pdl,
+            self.released,
+        )
+        if rules is not None:
+            force_and_forbid(buffers.scores, rules)
+        self.kernels.topk(buffers.scores, buffers.positions, buffers.topk_indices)
+
+    def _attend(
+        self,
+        w: LayerWeights,
+        state: LayerState,
+        buffers: DecodeBuffers,
+        selected: torch.Tensor | None,
+        rules: Rules | None,
+    ) -> None:
+        """Launch attention to the window and to the `selected` entries (None: all) -> `buffers.heads_out`."""
+        c = self.config
         splits, keys_per_split = buffers.splits[w.ratio]
         size = (buffers.rows, splits, c.num_attention_heads)
         count = buffers.rows * splits * c.num_attention_heads
-        kernels.attend(
+        self.kernels.attend(
             buffers.queries,
             state.keys.rows,
             c.sliding_window,
             state.pages.get(ENTRY),
             w.ratio,
-            table,
-            buffers.topk_indices if indexed else None,
-            *ids,
-            cos,
-            sin,
+            self.state.page_table,
+            selected,
+            buffers.slots,
+            buffers.positions,
+            *buffers.phases(w.ratio),
             buffers.partial_out[: count * c.head_dim].view(*size, c.head_dim),
             buffers.partial_max[:count].view(size),
             buffers.partial_sum[:count].view(size),
@@ -366,11 +399,13 @@ class Decoder:
             buffers.heads_out_fp16,
             rules=rules,
         )
-        tap_heads(tap, buffers, c.num_attention_heads)
-        kernels.gemv(w.o_a_proj, (buffers.heads_out_fp16, buffers.heads_out), buffers.o_latent, c.o_lora_rank)
+
+    def _project_heads(self, w: LayerWeights, buffers: DecodeBuffers) -> None:
+        """Launch the two output projections: `buffers.heads_out` -> `buffers.attn_out`."""
+        heads_out = (buffers.heads_out_fp16, buffers.heads_out)
+        self.kernels.gemv(w.o_a_proj, heads_out, buffers.o_latent, self.config.o_lora_rank)
         self._round(buffers.o_latent, buffers.o_latent)
-        kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
-        return buffers.attn_out
+        self.kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
 
     def experts(
         self, w: LayerWeights, buffers: DecodeBuffers, ids: torch.Tensor, tap: Tap = NO_TAP

@@ -22,7 +22,6 @@ from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.draft_chain import DraftChain, PendingSamples
 from birkhoff.engine.gpu_warmup import warm_up
 from birkhoff.engine.language_model import LanguageModel
-from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
@@ -35,6 +34,7 @@ from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
 from birkhoff.errors import BirkhoffError, CapacityError, LogitsError
 from birkhoff.hooks.plan import Plan
+from birkhoff.model.cache_size import cache_by_kind, page_bytes, pages_for
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement
@@ -44,6 +44,8 @@ from birkhoff.offload.read_gate import BackgroundReader
 class EngineCore(RequestLoop):
     """Owns the model, its state, the scheduler, the runner and the sampler.
 
+    Up to `max_requests` requests run at once, each of up to `max_context` tokens, in a cache of `num_pages` pages. A
+    step computes up to `max_batch_tokens` tokens. With `batch_invariant` no request affects the bits of another.
     `prefix_bytes` is the memory for snapshots of the prefix cache; 0 disables it. `row_bytes` is for captured rows of
     past prompts. `draft_depth` tokens are drafted per step while it is faster, or always with `draft_always`. `files`
     stores pages that the prefix cache evicts. `placement` moves experts between steps when some of them are in host

@@ -105,7 +105,7 @@ def _compile_parts(model: Transformer, state: State, slot: int, lengths: Sequenc
     def experts(layer: int) -> Callable[[torch.Tensor, torch.Tensor, Batch], object]:
         return lambda x, _, batch: model.blocks()[layer].ffn(x, batch, NoTap())
 
-    def mixers(_: torch.Tensor, streams: torch.Tensor, batch: Batch) -> None:
+    def mixers(_x: torch.Tensor, streams: torch.Tensor, _batch: Batch) -> None:
         mixer = model.blocks()[0].hc_attn
         u, _, post, mix = mixer.read(streams)
         mixer.write(streams, u, post, mix)

@@ -1,24 +1,22 @@
-"""Memory arithmetic: bytes of cache, weights and experts on a device, and bounds on decoding speed.
+"""Memory arithmetic: bytes of weights and experts on a device or a host, and how its memory is divided.
 
-Everything follows from the config, so that a plan is made before anything is allocated. The dense weights are counted
-on a model on the meta device, as they will be held: FP8 codes, float32 where the release computes in float32, and
-copies that kernels keep. The rest of the device holds the cache, working space, and as many experts as fit; the
-other experts stay in host memory. `tokens_per_second` divides the bytes a step must read by the bandwidth of device
-and bus: an upper bound, not a prediction.
+The dense weights are counted on a model on the meta device, as they will be held: FP8 codes, float32 where the release
+computes in float32, and copies that kernels keep. The rest of the device holds the cache (`cache_plan.py`), working
+space, and as many experts as fit; the other experts stay in host memory. A plan is made before anything is allocated.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from birkhoff.byte_size import format_bytes
-from birkhoff.config import KIND_OF_RATIO, PAGE_TOKENS, V4Config
+from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.packed import TYPES
+from birkhoff.model.cache_size import context_bytes, page_bytes, slot_bytes
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.mhc import Mixer
 from birkhoff.model.moe import Experts, SharedExpert
@@ -26,191 +24,8 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 
 WORKING_SHARE, MAX_WORKING_BYTES = 0.06, 5 * 2**30  # allowance for activations, graphs and libraries
-CACHE_SHARE, CACHE_TOKENS = 8, 32_768  # default cache: this context length, within an eighth of the device
-MAX_ROW_BYTES = 2**28  # cached captured rows
-DEVICE_SPEED, BUS_SPEED = 4.3e12, 55e9  # bytes per second of an H200 and of PCIe 5 x16
 MAX_HOST_WORKING_BYTES = 2**30  # the same on a CPU
 MIN_SPARE_SLOTS = 2  # expert slots without which no expert can move
-FORECAST_BATCHES = (1, 8, 64)
-FORECAST_MISSES = (1.0, 0.25, 0.1, 0.0)  # miss rates to forecast, relative to a random placement
-
-
-def pages_for(tokens: int) -> int:
-    """Number of pages that hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
-
-
-def page_bytes(config: V4Config, item_bytes: int) -> int:
-    """Bytes of one page over all layers: compressed entries and index keys."""
-    return round(PAGE_TOKENS * sum(each.per_token for each in cache_by_kind(config, item_bytes).values()))
-
-
-def slot_bytes(config: V4Config, item_bytes: int, lookback: int = 0, mtp: bool = False) -> int:
-    """Bytes of one running request that do not depend on its length: window rings and raw compressor rows (float32).
-
-    `lookback` is how many tokens the state can step back after rejected draft tokens."""
-    mtp_window = (config.sliding_window + lookback) * config.head_dim * item_bytes if mtp else 0
-    layers = cache_by_kind(config, item_bytes, lookback).values()
-    return mtp_window + sum(each.per_sequence for each in layers)
-
-
-def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
-    """Bytes of the state needed, besides pages, to resume at a page boundary: windows and overlapping raw rows."""
-    total = 0
-    for ratio in (*config.compress_ratios, *([0] if mtp else [])):
-        total += config.sliding_window * config.head_dim * item_bytes
-        if ratio == 4:
-            total += 4 * 2 * 2 * (config.head_dim + config.index_head_dim) * 4
-    return total
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """Cache bytes of all layers of one kind together, per token of context and per sequence."""
-
-    layers: int
-    per_token: float
-    per_sequence: int
-
-
-def cache_by_kind(config: V4Config, item_bytes: int = 2, lookback: int = 0) -> dict[str, LayerCache]:
-    """Cache bytes by kind of layer. Windows have a fixed size; compressed entries and index keys grow with context."""
-    by_kind: dict[str, LayerCache] = {}
-    for ratio, kind in KIND_OF_RATIO.items():
-        layers = sum(each == ratio for each in config.compress_ratios)
-        width = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
-        fixed = (config.sliding_window + lookback) * config.head_dim * item_bytes
-        if ratio:
-            overlap = 2 if ratio == 4 else 1
-            fixed += ratio * (overlap + -(-lookback // ratio)) * 2 * overlap * width * 4  # raw rows, float32
-        per_token = layers * width * item_bytes / ratio if ratio else 0.0
-        by_kind[kind] = LayerCache(layers, per_token, layers * fixed)
-    return by_kind
-
-
-def context_bytes(config: V4Config, tokens: int, item_bytes: int = 2) -> dict[str, int]:
-    """Cache bytes of one sequence of `tokens` tokens by kind of layer, in whole pages."""
-    return {
-        kind: each.per_sequence + round(each.per_token * pages_for(tokens) * PAGE_TOKENS)
-        for kind, each in cache_by_kind(config, item_bytes).items()
-    }
-
-
-def step_cache_bytes(config: V4Config, context: int, item_bytes: int = 2) -> dict[str, float]:
-    """Cache bytes that decoding one token reads after `context` tokens, by kind: window, chosen entries, index keys."""
-    by_kind: dict[str, float] = {}
-    for ratio, kind in KIND_OF_RATIO.items():
-        layers = sum(each == ratio for each in config.compress_ratios)
-        entries = context / ratio if ratio else 0.0
-        items = float(min(context, config.sliding_window) * config.head_dim)
-        if ratio == 4:
-            items += min(config.index_topk, entries) * config.head_dim + entries * config.index_head_dim
-        elif ratio:
-            items += entries * config.head_dim
-        by_kind[kind] = layers * items * item_bytes
-    return by_kind
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """Number of pages, maximum context, and the bytes for snapshots and for cached captured rows."""
-
-    pages: int
-    context: int
-    prefix_bytes: int = 0
-    row_bytes: int = 0
-
-
-def plan_cache(
-    config: V4Config,
-    item_bytes: int,
-    cache_bytes: int,
-    max_requests: int,
-    max_context: int | None,
-    prefix_cache: str | bool,
-    draft_depth: int,
-) -> CachePlan:
-    """Divide `cache_bytes`: first what running requests need, then pages and snapshots of past ones, then captured
-    rows.
-
-    Without `max_context` the context is as long as memory allows, so an eighth is set aside for snapshots first, if
-    the requests still fit. With `prefix_cache=True` too little memory is a `CapacityError`; with "auto" the prefix
-    cache is left out."""
-    mtp = draft_depth > 0
-    plain_slot = slot_bytes(config, item_bytes)
-    drafting = max_requests * (slot_bytes(config, item_bytes, draft_depth, mtp) - plain_slot)
-    available = max(cache_bytes - drafting, 0)
-
-    def left_after(pages: int) -> int:
-        return available - max_requests * plain_slot - pages * page_bytes(config, item_bytes)
-
-    pages, context = plan_pages(config, item_bytes, available, max_requests, max_context)
-    if prefix_cache is False:
-        return CachePlan(pages, context)
-    if left_after(pages) < available // 8:
-        with suppress(CapacityError):  # the requests alone need the whole cache
-            pages, context = plan_pages(config, item_bytes, available * 7 // 8, max_requests, max_context)
-    extra, snapshots = plan_prefix(config, item_bytes, left_after(pages), pages, mtp)
-    least = snapshot_bytes(config, item_bytes, mtp)
-    if snapshots < least:
-        if prefix_cache is True:
-            raise CapacityError(
-                f"prefix_cache is True, but cache_bytes {cache_bytes} leaves {max(snapshots, 0)} bytes for it and the "
-                f"state behind one page takes {least}. Raise cache_bytes, lower max_requests, or use 'auto'."
-            )
-        return CachePlan(pages, context)
-    rest = left_after(pages + extra) - snapshots
-    rows = min(max(rest, (rest + snapshots - least) // 4), MAX_ROW_BYTES)
-    return CachePlan(pages + extra, context, snapshots - max(rows - rest, 0), rows)
-
-
-def plan_pages(
-    config: V4Config, item_bytes: int, cache_bytes: int, max_requests: int, max_context: int | None
-) -> tuple[int, int]:
-    """Pages and maximum context that fit `cache_bytes`: the model's limit, lowered until `max_requests` requests of
-    that length fit."""
-    fixed = max_requests * slot_bytes(config, item_bytes)
-    each = page_bytes(config, item_bytes)
-    limit = max_context or config.max_position_embeddings
-    if each == 0:  # sliding-window layers only: the context costs nothing beyond its slot
-        if fixed > cache_bytes:
-            raise CapacityError(_too_small(cache_bytes, fixed, max_requests))
-        return max_requests * pages_for(limit), limit
-    pages = (cache_bytes - fixed) // each
-    if pages < max_requests:
-        raise CapacityError(_too_small(cache_bytes, fixed + each * max_requests, max_requests))
-    if max_context is not None:
-        return min(pages, max_requests * pages_for(max_context)), max_context
-    context = min(limit, pages // max_requests * PAGE_TOKENS)
-    return max_requests * pages_for(context), context
-
-
-def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
-    return (
-        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least "
-        f"{format_bytes(needed)}. Raise cache_bytes or lower max_requests."
-    )
-
-
-def plan_prefix(
-    config: V4Config, item_bytes: int, left: int, pages: int, mtp: bool = False
-) -> tuple[int, int]:
-    """Divide `left` bytes into additional pages and snapshot bytes: one snapshot per page, and at most three times as
-    many additional pages as running requests use. Returns (additional pages, snapshot bytes)."""
-    each = page_bytes(config, item_bytes)
-    snapshot = snapshot_bytes(config, item_bytes, mtp)
-    extra = max(0, min(3 * pages, (left - pages * snapshot) // (each + snapshot)))
-    return extra, min(left - extra * each, (pages + extra) * snapshot)
-
-
-def default_cache_bytes(
-    config: V4Config, device_bytes: int, requests: int = 1, context: int | None = None, item_bytes: int = 2
-) -> int:
-    """Default cache size for `requests` requests: of `context` tokens each, or of 32K tokens within an eighth of the
-    device."""
-    tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
-    needed = requests * sum(context_bytes(config, tokens, item_bytes).values())
-    return needed if context is not None else min(needed, device_bytes // CACHE_SHARE)
 
 
 @dataclass(frozen=True)
@@ -530,67 +345,3 @@ def _host_refusal(
     if not advice:
         advice.append("use a machine with more memory, or a smaller format of the model")
     return f"{text} What would help: {'; '.join(advice)}."
-
-
-def distinct_experts(config: V4Config, batch: int) -> float:
-    """Expected number of experts of a layer that a step of `batch` tokens reads when all are equally likely."""
-    chance = config.num_experts_per_tok / config.n_routed_experts
-    return config.n_routed_experts * (1 - (1 - chance) ** batch)
-
-
-def tokens_per_second(
-    config: V4Config,
-    misses: float,
-    batch: int = 1,
-    read: int | None = None,
-    device_speed: float = DEVICE_SPEED,
-    bus_speed: float = BUS_SPEED,
-    expert_bytes: int | None = None,
-) -> float:
-    """Upper bound: dense weights and hot experts are read at `device_speed`, the share `misses` of experts at
-    `bus_speed`, without overlap. `read` is `WeightBytes.read`, `expert_bytes` `WeightBytes.expert`."""
-    dense = weight_bytes(config).read if read is None else read
-    each = PackedExpertLayout.of(config).nbytes if expert_bytes is None else expert_bytes
-    experts = config.num_hidden_layers * distinct_experts(config, batch) * each
-    seconds = (dense + experts * (1 - misses)) / device_speed + experts * misses / bus_speed
-    return batch / seconds
-
-
-def forecast(
-    model: Transformer,
-    budget: MemoryBudget,
-    *,
-    context: int | None = None,
-    requests: int = 1,
-    device_speed: float = DEVICE_SPEED,
-    bus_speed: float = BUS_SPEED,
-) -> dict[str, Any]:
-    """A memory plan and the speed bounds that follow from it, as plain data. The model needs no memory.
-
-    Speeds are given for the miss rate of a random placement and for lower ones."""
-    config = model.config
-    tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
-    weights, misses = model_bytes(model), 1 - budget.share
-    speeds = (device_speed, bus_speed, weights.expert)
-    limits = [
-        {
-            "misses": misses * part,
-            "tokens_per_second": {
-                str(batch): tokens_per_second(config, misses * part, batch, weights.read, *speeds)
-                for batch in FORECAST_BATCHES
-            },
-        }
-        for part in (FORECAST_MISSES if misses else (1.0,))
-    ]
-    return {
-        "plan": budget.to_dict(),
-        "context": {
-            "tokens": tokens,
-            "requests": requests,
-            "bytes_by_kind": context_bytes(config, tokens),
-            "bytes_per_token_by_kind": {kind: each.per_token for kind, each in cache_by_kind(config).items()},
-            "bytes_read_per_token_by_kind": step_cache_bytes(config, tokens),
-        },
-        "limits": limits,
-        "speeds": {"device": device_speed, "bus": bus_speed},
-    }

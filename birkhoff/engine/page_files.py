@@ -134,7 +134,7 @@ class PageFiles:
 
     @contextlib.contextmanager
     def _ignore_os_errors(self, report: bool = False) -> Iterator[None]:
-        """Count failures of the disk; with `report` the first of them is also told."""
+        """Count failures of the disk; with `report`, also report the first one."""
         try:
             yield
         except OSError as error:

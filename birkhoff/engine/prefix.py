@@ -33,7 +33,6 @@ from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import snapshot_bytes
 from birkhoff.engine.named_contexts import NamedContexts
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
@@ -42,6 +41,7 @@ from birkhoff.engine.snapshot_pool import PooledSnapshot, SnapshotPool
 from birkhoff.hooks.batch_tap import RowObserver
 from birkhoff.hooks.digest import Phase, combine, framed
 from birkhoff.hooks.plan import Job, Plan, SiteRows
+from birkhoff.model.cache_size import snapshot_bytes
 from birkhoff.model.state import Snapshot, State
 
 KEY_BYTES = 16

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
+from birkhoff.model.cache_size import pages_for
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,21 @@ class Speculator:
         if self.chain is not None and len(ready) <= self.chain.max_rows // (1 + self.depth):
             self._follow(ready)  # a plain step of a trial, or one that was expected to be plain
             return 0
+        accepted, batch, last_rows = self._accepted_rows(ready)
+        if not drafts_now:  # a plain step of a trial: keep the MTP state without a gap
+            self.model.mtp_prefill(accepted, batch, self.state)
+            return 0
+        hidden, streams = self.model.draft(accepted, batch, self.state)
+        if len(last_rows) < batch.num_tokens:
+            hidden, streams = hidden[last_rows], streams[last_rows]
+        self._draft_chain([request for request, _, _ in ready], hidden, streams)
+        return len(ready)
+
+    def _accepted_rows(
+        self, ready: Sequence[tuple[Request, int, torch.Tensor]]
+    ) -> tuple[torch.Tensor, Batch, list[int]]:
+        """What the MTP block processes after a step: streams of its tokens that stay, the tokens after them as a
+        batch, and each request's last row. Marks them as processed."""
         pieces = []
         rows = []
         last_rows = []
@@ -186,15 +201,11 @@ class Speculator:
             rows.append(streams[:count])
             last_rows.append(len(pieces) - 1)
             request.num_mtp_tokens = position + count
-        batch = Batch.of(pieces, self.state.device)
         accepted = torch.cat(rows) if len(rows) > 1 else rows[0]
-        if not drafts_now:  # a plain step of a trial: keep the MTP state without a gap
-            self.model.mtp_prefill(accepted, batch, self.state)
-            return 0
-        hidden, streams = self.model.draft(accepted, batch, self.state)
-        if len(last_rows) < len(pieces):
-            hidden, streams = hidden[last_rows], streams[last_rows]
-        requests = [request for request, _, _ in ready]
+        return accepted, Batch.of(pieces, self.state.device), last_rows
+
+    def _draft_chain(self, requests: Sequence[Request], hidden: torch.Tensor, streams: torch.Tensor) -> None:
+        """Draft `depth` tokens for each request, from rows of the MTP block's output after its last token."""
         draft_tokens: list[list[int]] = [[] for _ in requests]
         for ahead in range(self.depth):
             logits = self.model.logits(hidden)
@@ -209,7 +220,6 @@ class Speculator:
                 hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
         for request, drafts in zip(requests, draft_tokens):
             request.draft_tokens = tuple(drafts[: _max_drafts(request)])
-        return len(requests)
 
 
 def _max_drafts(request: Request) -> int:

@@ -200,7 +200,7 @@ class Plan:
 
     @cached_property
     def by_position(self) -> bool:
-        """Whether some edit has a different row for each position, or is told the positions."""
+        """Whether some edit has a different row for each position, or is given the positions."""
         operations = (operation for edit in self.edits for operation in edit.sites.values())
         return any(
             isinstance(operation, CallUse)

@@ -82,6 +82,8 @@ class HookSchema:
     axes: tuple[str, ...] = ()  # a name for each axis of the row
     hash_routed: tuple[int, ...] = ()  # layers whose experts are chosen by token id and not by this row
     ops: tuple[str, ...] = ()  # edits of a hook that is not steerable
+    layers: tuple[int, ...] | None = None  # the layers that have it; None: all
+    ragged: RaggedRows | None = None  # any number of rows for a token
 
     @property
     def edits(self) -> tuple[str, ...]:
@@ -92,9 +94,6 @@ class HookSchema:
     def replaceable(self) -> bool:
         """Whether its rows can be replaced by others: those of mixers can, though they take no vectors."""
         return self.steerable or "patch" in self.ops
-
-    layers: tuple[int, ...] | None = None  # the layers that have it; None: all
-    ragged: RaggedRows | None = None  # any number of rows for a token
 
     @property
     def row_bytes(self) -> int:

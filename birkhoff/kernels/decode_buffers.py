@@ -50,7 +50,7 @@ class ExpertBuffers(StreamBuffers, Protocol):
     shared_hidden: torch.Tensor  # [n, i]
     x_digits: (
         torch.Tensor | None
-    )  # [n, 4 d] uint8: x in digits (cuda/digit_experts.cu); None where they are not read
+    )  # [n, 4 d] uint8: x in digits (cuda/digits.cuh); None where they are not read
     hidden_digits: torch.Tensor | None  # [n * k, 4 i] uint8, instead of expert_hidden
     expert_out: torch.Tensor  # [n, k + 1, d] float32; the last is the shared expert's
 

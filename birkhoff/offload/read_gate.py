@@ -1,8 +1,8 @@
 """Which experts of a store were read from the files, while other threads still read the rest.
 
-An engine whose cold experts are read in the background computes with those that are there; whoever needs one that is
-not waits for that one (`ReadGate.wait`), and it is read next. Nothing that moves or replays experts without asking may
-run before all are there (`ReadGate.complete`).
+An engine whose cold experts are read in the background computes with those that are there; a step that needs another
+one waits for it (`ReadGate.wait`), and it is read next. Nothing that moves or replays experts without calling `wait`
+may run before all are there (`ReadGate.complete`).
 
 While a step runs (`ReadGate.step`), all but a few threads read only experts that it waits for: otherwise each of them
 would share the disk with as many others as there are threads."""
@@ -18,8 +18,8 @@ from birkhoff.offload.expert_layout import ExpertId
 
 
 class ReadGate:
-    """`experts` are still to be read, in this order unless somebody waits. While a step runs, at most `ahead` experts
-    that nobody waits for are being read."""
+    """`experts` are still to be read, in this order except for those that a step waits for. While a step runs, at most
+    `ahead` experts that it does not wait for are being read."""
 
     def __init__(self, experts: Iterable[ExpertId], ahead: int = 1):
         self._unread = dict.fromkeys(experts)  # in order; includes those being read
@@ -44,7 +44,7 @@ class ReadGate:
 
     @property
     def wanted(self) -> tuple[ExpertId, ...]:
-        """Experts that somebody waits for and nobody reads yet."""
+        """Experts that a step waits for and no thread reads yet."""
         with self._changed:
             return tuple(self._wanted)
 
@@ -107,7 +107,7 @@ class ReadGate:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Reading has failed: everybody who waits for an unread expert gets the error."""
+        """Reading has failed: every `wait` for an unread expert raises the error."""
         with self._changed:
             self._error, self._closed = error, True
             self._changed.notify_all()

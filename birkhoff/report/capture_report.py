@@ -209,7 +209,7 @@ def _site_rows(entry: CaptureEntry) -> SiteRows:
 
 
 def _props(entries: CaptureEntries, frames: Mapping[int, Any]) -> dict[str, Any]:
-    """What views ask about the model, as far as a capture tells."""
+    """The properties of the model that views read, as far as a capture has them."""
     layers = 1 + max((layer for _, layer in entries), default=-1)
     first: Mapping[str, Any] = next(iter(frames.values()), {})
     mixers = first.get("res_mix")

@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent.parent / "web"
 ENTRY = "viewer"
 DATA = "null /* data */"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_STYLE_LINK = re.compile(r'<link rel="stylesheet" href="assets/([\w.]+)" />')
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function\*? ?|class |const |let )(\w+)", re.MULTILINE)
 
@@ -58,11 +59,17 @@ def standalone_html(data: dict[str, Any] | None = None) -> str:
     text = DATA if data is None else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return _HTML.format(
         policy=POLICY,
-        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
+        style=joined_styles(),
         script=joined_scripts(),
         entry=ENTRY,
         data=text if data is None else text.replace("<", "\\u003c").replace("\u2028", "\\u2028"),
     )
+
+
+def joined_styles(folder: Path = FOLDER) -> str:
+    """The style sheets of the page as one, in the order in which `index.html` links them."""
+    names = _STYLE_LINK.findall((folder / "index.html").read_text(encoding="utf-8"))
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def joined_scripts(entry: str = ENTRY, folder: Path = FOLDER) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from birkhoff.atomic_file import save_tensors
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.load_saelens import WEIGHTS
+from birkhoff.sae.saelens_files import WEIGHTS
 
 MATRICES = ("W_enc", "W_dec")
 

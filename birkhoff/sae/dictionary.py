@@ -66,9 +66,13 @@ class Sae:
         total_features: int | None = None,
         transcodes: bool = False,
     ):
-        """`transcodes`: decoder rows may be of another width, because they reconstruct other rows (`crosscoder.py`).
-        With `feature_ids`, row i is feature `feature_ids[i]` of a dictionary of `total_features`; `labels` and
-        other tensors go by row."""
+        """`activation` is relu, jumprelu (`threshold`), batchtopk (`threshold`), topk (`k`; `rectified`: negative
+        activations become 0) or gated (`scale`, `shift`). `normalize` is what a row goes through first (`row_norm.py`).
+
+        `hook`, `layer` and `view` name the rows it reads; `spread` is how a change of a row of view
+        "read" is written back to the streams. With `feature_ids`, row i is feature `feature_ids[i]` of a dictionary of
+        `total_features`; `labels`, `x_max` and other tensors go by row. `transcodes`: decoder rows may be of another
+        width, because they reconstruct other rows (`crosscoder.py`)."""
         self.encoder = _matrix(encoder, "encoder")
         self.decoder = _matrix(decoder, "decoder")
         same = (

@@ -32,7 +32,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class FeatureMatch:
-    """A feature found by a search; `where` says in which of its parts the words stand."""
+    """A feature found by a search; `where` names the part of it that has the words."""
 
     entry: FeatureEntry
     relevance: float
@@ -127,7 +127,7 @@ class FeatureIndex(Mapping[int, FeatureEntry]):
 
 
 def _table_schema(arrow: Any) -> Any:
-    place = arrow.struct(
+    context = arrow.struct(
         [
             ("text", arrow.string()),
             ("value", arrow.float64()),
@@ -150,8 +150,8 @@ def _table_schema(arrow: Any) -> Any:
             ("largest", arrow.float64()),
             ("promotes", arrow.list_(arrow.string())),
             ("suppresses", arrow.list_(arrow.string())),
-            ("contexts", arrow.list_(place)),
-            ("examples", arrow.list_(place)),
+            ("contexts", arrow.list_(context)),
+            ("examples", arrow.list_(context)),
             ("cofires", arrow.list_(partner)),
         ]
     )
@@ -172,29 +172,29 @@ def _read_table(path: Path) -> FeatureIndex:
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=GROUP):
             for row in batch.to_pylist():
-                number = row.pop("feature")
+                feature = row.pop("feature")
                 rule = row.pop("rule", None)
-                places = {
-                    name: [_without_none(place) for place in row.pop(name, None) or ()]
+                contexts = {
+                    name: [_without_none(context) for context in row.pop(name, None) or ()]
                     for name in ("contexts", "examples")
                 }
                 fields = {
                     **row,
-                    **places,
+                    **contexts,
                     "rule": None if rule is None else parse_json(rule.encode(), MAX_BYTES),
                 }
-                entries[number] = FeatureEntry.from_json(number, fields)
+                entries[feature] = FeatureEntry.from_json(feature, fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, arrow.ArrowException) as error:
         raise SaeFileError(
             f"{path} cannot be read as descriptions of features: {str(error)[:300]}."
         ) from None
-    if not all(isinstance(number, int) and number >= 0 for number in entries):
+    if not all(isinstance(feature, int) and feature >= 0 for feature in entries):
         raise SaeFileError(f"{path} names features by something else than their numbers.")
     return FeatureIndex(entries)
 
 
-def _without_none(place: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in place.items() if value is not None}
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _remove_others(path: Path) -> None:

@@ -145,8 +145,8 @@ def active_features(
                 feature = index if feature_of is None else feature_of[index]
                 if value != 0:
                     label = sae.label(feature)
-                    number = sae.feature_id(feature)
-                    features.append(Feature(number, value, label, stream if per_token > 1 else None))
+                    feature_id = sae.feature_id(feature)
+                    features.append(Feature(feature_id, value, label, stream if per_token > 1 else None))
         features.sort(key=rank)
         result.append(features[:k])
     return result

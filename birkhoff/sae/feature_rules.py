@@ -92,8 +92,8 @@ class Vocabulary:
         topical = {word: n for word, n in content.items() if LEAST_COUNT <= n <= max(LEAST_COUNT, count / 2)}
         self.near = sorted(topical, key=lambda word: (-topical[word], word))[:limit]
         self.topics = {name: frozenset(given) for name, given in (topics or {}).items()}
-        self.index = {word: number for number, word in enumerate(self.words)}
-        self.near_index = {word: number for number, word in enumerate(self.near)}
+        self.index = {word: index for index, word in enumerate(self.words)}
+        self.near_index = {word: index for index, word in enumerate(self.near)}
         self._rows: dict[str, int] = {}  # of the table below, by token
         self._facts: list[_TokenFacts] = []
         self._table = np.zeros((len(_TokenFacts._fields), 0), dtype=np.int64)
@@ -107,8 +107,8 @@ class Vocabulary:
         ids, beyond = torch.from_numpy(word), torch.tensor([len(self.words)])
         places = np.flatnonzero(near >= 0)
         topics = [
-            (number, position)
-            for number, given in enumerate(self.topics.values())
+            (index, position)
+            for index, given in enumerate(self.topics.values())
             for position, token in enumerate(tokens)
             if plain_word(token) in given
         ]
@@ -168,10 +168,10 @@ class RuleSums:
         self._total += before[-1]
         self._square += activations.square().sum(0, dtype=torch.float64)
         for family, words in clues.words.items():
-            used, place = words[first:stop].to(self._device).unique(return_inverse=True)
+            used, inverse = words[first:stop].to(self._device).unique(return_inverse=True)
             part = activations.new_zeros(len(used), activations.shape[1])
-            self._sums[family][used] += part.index_add_(0, place, activations)
-            self._counts[family].index_add_(0, used, torch.bincount(place, minlength=len(used)).double())
+            self._sums[family][used] += part.index_add_(0, inverse, activations)
+            self._counts[family].index_add_(0, used, torch.bincount(inverse, minlength=len(used)).double())
         for family, spans in clues.spans.items():
             column, start, end = spans.to(self._device).unbind(1)
             start, end = (side.clamp(first, stop) - first for side in (start, end))
@@ -235,7 +235,7 @@ class RuleSums:
         if family == "near":
             return self.vocabulary.near_index
         named: Iterable[str] = self.vocabulary.topics if family == "topic" else KINDS
-        return {name: number for number, name in enumerate(named)}
+        return {name: index for index, name in enumerate(named)}
 
     def _correlation(self, dot: torch.Tensor, count: torch.Tensor, feature: int) -> float:
         return float(self._correlations(dot[None], count[None], feature)[0])
@@ -247,7 +247,7 @@ class RuleSums:
 
 
 def _spans(columns: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
-    """[n, 3]: column, first position and the one behind the last, where a column occurred within the last
+    """[n, 3]: column, first position and the one after the last, where a column occurred within the last
     `NEAR_TOKENS` tokens of a text of `length`. It occurs at `positions`, in ascending order."""
     if not len(columns):
         return torch.zeros(0, 3, dtype=torch.long)
@@ -274,7 +274,7 @@ class _TokenFacts(NamedTuple):
     breaks: bool
 
 
-_BIT = {name: 1 << number for number, name in enumerate(KINDS)}
+_BIT = {name: 1 << index for index, name in enumerate(KINDS)}
 
 
 def _token_facts(token: str, word: int, near: int) -> _TokenFacts:

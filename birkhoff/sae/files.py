@@ -22,9 +22,10 @@ from birkhoff.hf_hub import resolve
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_dictionary_learning import dictionary_learning_file, load_dictionary_learning
 from birkhoff.sae.load_gemma_scope import gemma_scope_file, load_gemma_scope
-from birkhoff.sae.load_saelens import is_saelens, load_saelens, read_labels, save_saelens
 from birkhoff.sae.releases import Release, find_release
 from birkhoff.sae.sae_manifest import MANIFEST, load_manifest, save_manifest
+from birkhoff.sae.saelens_files import is_saelens, load_saelens, save_saelens
+from birkhoff.sae.stored_parts import read_labels
 
 # hook, layer, view and spread that a caller asks for; None or missing where they do not
 Site = dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 
 from birkhoff.errors import SaeFileError, quoted
 from birkhoff.sae.fold import SaeWeights
-from birkhoff.sae.load_saelens import read_json
+from birkhoff.sae.stored_parts import read_json
 from birkhoff.sae.torch_file import load_state_dict
 
 

@@ -18,7 +18,7 @@ import torch
 
 from birkhoff.errors import SaeFileError
 from birkhoff.sae.fold import SaeWeights
-from birkhoff.sae.load_saelens import read_tensors
+from birkhoff.sae.stored_parts import read_tensors
 from birkhoff.small_file import check_regular
 
 MAX_INFLATION = 10

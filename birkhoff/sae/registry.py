@@ -254,9 +254,9 @@ class SaeRegistry:
                     (m.name for m in self._modules.values() if m.order == order), "a module that is leaving"
                 )
                 sae = self._modules[name].saes.get((hook, layer)) if name in self._modules else None
-                number = feature if sae is None or feature < 0 else sae.feature_id(feature)
+                feature_id = feature if sae is None or feature < 0 else sae.feature_id(feature)
                 raise SaeError(
-                    f"a running request already sets feature {number} of {name} at {hook}[{layer}] in {phase}. "
+                    f"a running request already sets feature {feature_id} of {name} at {hook}[{layer}] in {phase}. "
                     "Wait until it has ended, or leave that feature to requests."
                 )
 

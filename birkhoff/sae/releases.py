@@ -20,7 +20,7 @@ from birkhoff.hf_hub import RepoPath
 
 @dataclass(frozen=True)
 class Release:
-    """Where a dictionary lies, and what its files do not say: whether its rows had their mean removed (the model's
+    """Where a dictionary is, and what its files do not say: whether its rows had their mean removed (the model's
     weights were centred), and the factor they were multiplied by."""
 
     where: RepoPath
@@ -233,10 +233,10 @@ def _canonical() -> dict[tuple[str, str], dict[int, int]]:
     """The table: L0 by layer, by collection and width."""
     tables = {}
     for line in _CANONICAL.replace("\n  ", " ").split("\n")[1:-1]:
-        collection, width, *numbers = line.split()
-        named = [number.rpartition(":") for number in numbers]
+        collection, width, *entries = line.split()
+        named = [entry.rpartition(":") for entry in entries]
         tables[collection, width] = {
-            int(layer or place): int(l0) for place, (layer, _, l0) in enumerate(named)
+            int(layer or index): int(l0) for index, (layer, _, l0) in enumerate(named)
         }
     return tables
 

@@ -94,13 +94,13 @@ class SaeResolver:
     def describe_feature(self, name: str, feature: int | str) -> FeatureEntry:
         """What is known about one feature, given by number or label."""
         sae = next(iter(self.registry[name].saes.values()))
-        number = sae.feature_id(sae.feature(feature))
-        if number not in sae.descriptions:
+        feature_id = sae.feature_id(sae.feature(feature))
+        if feature_id not in sae.descriptions:
             raise SaeError(
-                f"feature {number} of {quoted(name)} is not described. Describe its features with birkhoff sae "
+                f"feature {feature_id} of {quoted(name)} is not described. Describe its features with birkhoff sae "
                 "features DIR --texts FILE --write, and attach the directory."
             )
-        return sae.descriptions[number]
+        return sae.descriptions[feature_id]
 
     def edits(
         self, request_edits: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int

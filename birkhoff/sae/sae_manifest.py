@@ -24,7 +24,7 @@ from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.load_saelens import read_json, read_labels, read_tensors, save_labels
+from birkhoff.sae.stored_parts import read_json, read_labels, read_tensors, save_labels
 from birkhoff.small_file import MANIFEST_BYTES
 
 MANIFEST = "manifest.json"
@@ -62,6 +62,22 @@ def parse_manifest(
     """The dictionaries of a manifest. `read` returns the tensors of a site; `where` names the manifest in errors.
 
     Files of vLLM's SAE steering may have the rows of `clampable_features` only, in the order of that list."""
+    _check_fields(manifest, where)
+    layers = manifest["layers"]
+    if not isinstance(layers, (list, tuple)) or not layers or not all(_is_site(site) for site in layers):
+        raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
+    options = _activation_options(manifest, where)
+    clampable = _clampable(manifest, where)
+    saes = []
+    for layer, hook in layers:
+        site = f"the site {hook}[{layer}] of {where}"
+        tensors = read(layer, hook)
+        ids = _stored_features(tensors, (manifest["d_sae"], manifest["d_model"]), clampable, site)
+        saes.append(_dictionary(manifest, tensors, hook, layer, ids, labels or {}, options))
+    return saes
+
+
+def _check_fields(manifest: Mapping[str, Any], where: str) -> None:
     unknown = sorted(set(manifest) - {*_FIELDS, *_VLLM_FIELDS, "metadata"})
     missing = [name for name in (*_FIELDS[:3], "layers") if name not in manifest]
     if unknown or missing:
@@ -71,62 +87,72 @@ def parse_manifest(
         raise SaeFileError(
             f"{where}: kind is {quoted(manifest['kind'])}, expected one of {', '.join(MODULE_KINDS)}."
         )
-    layers = manifest["layers"]
+
+
+def _activation_options(manifest: Mapping[str, Any], where: str) -> dict[str, Any]:
     given = manifest.get("activation_params") or {}
     options = dict(given) if isinstance(given, Mapping) else {"": given}  # refused below
-    if not isinstance(layers, (list, tuple)) or not layers or not all(_is_site(site) for site in layers):
-        raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
     if not set(options) <= {"k", "rectified", "threshold"}:
         raise SaeFileError(
             f"{where}: activation_params is {quoted(options)}, expected k, rectified or threshold."
         )
     if isinstance(options.get("k"), float) and options["k"].is_integer():
         options["k"] = int(options["k"])  # vLLM's manifests hold floats
-    clampable = _clampable(manifest, where)
-    saes = []
-    for layer, hook in layers:
-        site = f"the site {hook}[{layer}] of {where}"
-        tensors = read(layer, hook)
-        lacks = [name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors]
-        if lacks:
-            raise SaeFileError(f"{site} lacks {', '.join(lacks)}.")
-        shape = tuple(tensors["encoder_weight"].shape)
-        rows, whole = shape[0] if shape else 0, (manifest["d_sae"], manifest["d_model"])
-        partial = clampable is not None and rows == len(clampable) != whole[0]
-        if shape != (len(clampable) if partial and clampable else whole[0], whole[1]):
-            or_rows = (
-                "" if clampable is None else f", or ({len(clampable)}, {whole[1]}) for clampable_features"
-            )
-            raise SaeFileError(f"{site}: the encoder is {shape}, the manifest says {whole}{or_rows}.")
-        optional: dict[str, Any] = {
-            name: tensors[name] for name in ("scale", "shift", "threshold", "x_max") if name in tensors
-        }
-        ids = list(clampable) if partial and clampable else None
-        names: Mapping[int, str] = labels or {}
-        if ids is not None:
-            names = {row: names[feature] for row, feature in enumerate(ids) if feature in names}
-            if "k" in options:
-                optional["k"] = min(options["k"], rows)  # the k largest of the rows there are
-        saes.append(
-            Sae(
-                tensors["encoder_weight"],
-                tensors["encoder_bias"],
-                tensors["decoder_weight"],
-                tensors.get("decoder_bias"),
-                activation=manifest["activation"],
-                hook=hook,
-                layer=layer,
-                view=manifest.get("view", "single"),
-                spread=manifest.get("spread"),
-                normalize=manifest.get("normalize", "none"),
-                labels=names,
-                metadata=manifest.get("metadata"),
-                feature_ids=ids,
-                total_features=manifest["d_sae"] if ids is not None else None,
-                **(options | optional),
-            )
-        )
-    return saes
+    return options
+
+
+def _stored_features(
+    tensors: Mapping[str, torch.Tensor], whole: tuple[int, int], clampable: list[int] | None, site: str
+) -> list[int] | None:
+    """The features whose rows a site's tensors hold, if these are the `clampable` ones only; None if they hold all.
+
+    `whole` is the shape of the complete encoder."""
+    lacks = [name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors]
+    if lacks:
+        raise SaeFileError(f"{site} lacks {', '.join(lacks)}.")
+    shape = tuple(tensors["encoder_weight"].shape)
+    if shape == whole:
+        return None
+    if clampable and shape == (len(clampable), whole[1]):
+        return clampable
+    or_rows = "" if clampable is None else f", or ({len(clampable)}, {whole[1]}) for clampable_features"
+    raise SaeFileError(f"{site}: the encoder is {shape}, the manifest says {whole}{or_rows}.")
+
+
+def _dictionary(
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    hook: str,
+    layer: int,
+    ids: list[int] | None,
+    labels: Mapping[int, str],
+    options: Mapping[str, Any],
+) -> Sae:
+    """The dictionary of one site. `ids`: the features it holds, None for all of them."""
+    optional: dict[str, Any] = {
+        name: tensors[name] for name in ("scale", "shift", "threshold", "x_max") if name in tensors
+    }
+    if ids is not None:
+        labels = {row: labels[feature] for row, feature in enumerate(ids) if feature in labels}
+        if "k" in options:
+            optional["k"] = min(options["k"], len(ids))  # the k largest of the rows there are
+    return Sae(
+        tensors["encoder_weight"],
+        tensors["encoder_bias"],
+        tensors["decoder_weight"],
+        tensors.get("decoder_bias"),
+        activation=manifest["activation"],
+        hook=hook,
+        layer=layer,
+        view=manifest.get("view", "single"),
+        spread=manifest.get("spread"),
+        normalize=manifest.get("normalize", "none"),
+        labels=labels,
+        metadata=manifest.get("metadata"),
+        feature_ids=None if ids is None else list(ids),
+        total_features=manifest["d_sae"] if ids is not None else None,
+        **{**options, **optional},
+    )
 
 
 def module_kind(path: Path) -> str | None:
@@ -139,40 +165,48 @@ def module_kind(path: Path) -> str | None:
 def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | None = None) -> None:
     """Write the dictionaries of one module, which may differ in their site and weights only."""
     first = saes[0]
-
-    def shape(sae: Sae) -> tuple[Any, ...]:
-        k = getattr(sae.activation, "k", None)
-        rectified = getattr(sae.activation, "rectified", None)
-        return (
-            sae.d_sae,
-            sae.d_model,
-            sae.activation.name,
-            k,
-            rectified,
-            sae.view,
-            sae.spread,
-            sae.normalize,
-            dict(sae.labels),
-            sae.feature_ids,
-            sae.total_features,
-        )
-
     for sae in saes:
         if sae.hook is None or sae.layer is None:
             raise SaeError(
                 f"{sae} says no site, and a manifest names one for each. Place it with sae.at(hook, layer)."
             )
-        if shape(sae) != shape(first):
+        if _common_fields(sae) != _common_fields(first):
             raise SaeError(
                 f"{sae} and {first} differ in more than their site, and a manifest describes them together."
             )
+    path.mkdir(parents=True, exist_ok=True)
+    for sae in saes:
+        save_tensors(path / f"layer_{sae.layer}_{sae.hook}.safetensors", _tensors(sae))
+    save_labels(first, path)
+    manifest = _manifest(saes, clampable)
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _common_fields(sae: Sae) -> tuple[Any, ...]:
+    """What the dictionaries of one module have in common."""
+    return (
+        sae.d_sae,
+        sae.d_model,
+        sae.activation.name,
+        getattr(sae.activation, "k", None),
+        getattr(sae.activation, "rectified", None),
+        sae.view,
+        sae.spread,
+        sae.normalize,
+        dict(sae.labels),
+        sae.feature_ids,
+        sae.total_features,
+    )
+
+
+def _manifest(saes: Sequence[Sae], clampable: Sequence[int] | None) -> dict[str, Any]:
+    first = saes[0]
     top = first.activation
-    options = {"k": top.k, "rectified": top.rectified} if isinstance(top, TopK) else {}
     manifest: dict[str, Any] = {
         "d_model": first.d_model,
         "d_sae": first.total_features,
         "activation": first.activation.name,
-        "activation_params": options,
+        "activation_params": {"k": top.k, "rectified": top.rectified} if isinstance(top, TopK) else {},
         "layers": [[sae.layer, sae.hook] for sae in saes],
         "view": first.view,
     }
@@ -186,20 +220,20 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
         manifest["clampable_features"] = sorted(clampable)
     if first.metadata:
         manifest["metadata"] = first.metadata
-    path.mkdir(parents=True, exist_ok=True)
-    for sae in saes:
-        tensors = {
-            "encoder_weight": sae.encoder,
-            "encoder_bias": sae.encoder_bias,
-            "decoder_weight": sae.decoder,
-            "decoder_bias": sae.decoder_bias,
-            **sae.activation.tensors(),
-        }
-        if sae.x_max is not None:
-            tensors["x_max"] = sae.x_max
-        save_tensors(path / f"layer_{sae.layer}_{sae.hook}.safetensors", tensors)
-    save_labels(first, path)
-    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _tensors(sae: Sae) -> dict[str, torch.Tensor]:
+    tensors = {
+        "encoder_weight": sae.encoder,
+        "encoder_bias": sae.encoder_bias,
+        "decoder_weight": sae.decoder,
+        "decoder_bias": sae.decoder_bias,
+        **sae.activation.tensors(),
+    }
+    if sae.x_max is not None:
+        tensors["x_max"] = sae.x_max
+    return tensors
 
 
 def clampable_features(path: Path) -> list[int] | None:

@@ -1,7 +1,7 @@
 """Request fields that several routes share: sampling, capture, steering and response format.
 
 Names and bounds are those of the wire. Bounds on fan-out (`n`, `stop`, `logit_bias`, ...) are set here, so that
-oversized calls are refused before any work is done; the meaning of a value is checked by `SamplingOptions`.
+oversized calls are refused before any work is done; the meaning of a value is checked by `SamplingParams`.
 """
 
 from __future__ import annotations

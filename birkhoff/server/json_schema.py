@@ -2,7 +2,7 @@
 
 `check_schema` checks the shape: every keyword has the type that JSON Schema gives it, and numbers and sizes are within
 limits. `SchemaCompiler` compiles a grammar in a child process first. The grammar library is native code, and there are
-schemas that make it overflow its stack, loop or fill memory; in the child that ends one process which nobody waits for.
+schemas that make it overflow its stack, loop or fill memory; in the child, only that process ends.
 The child ends with this process, because its standard input is then closed.
 """
 

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from birkhoff.errors import BirkhoffError, SaeFileError, SteeringError, quoted
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.load_saelens import read_tensors
 from birkhoff.sae.sae_manifest import parse_manifest
+from birkhoff.sae.stored_parts import read_tensors
 from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import StrictBody
 from birkhoff.server.fields import PositiveInt

@@ -46,7 +46,7 @@ Pieces = Callable[[int], bytes]  # token id -> its bytes
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """TokenChoice of a text: by position, or as those that overlap an occurrence of `text` in the prompt."""
+    """Tokens of a text: by position, or as those that overlap an occurrence of `text` in the prompt."""
 
     positions: Positions | None = None
     text: str | None = None

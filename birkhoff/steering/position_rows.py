@@ -200,7 +200,7 @@ class RunRows:
         else:
             tensor, source = rows, tuple(range(len(rows)))
             ids = tuple(self._trace_ids or ())
-        place = {position: row for row, position in enumerate(source)}
+        row_of = {position: row for row, position in enumerate(source)}
         matches = {position: position for position in source}
         if align == "tokens" and target is not None:
             if isinstance(target, int) or len(ids) != len(source) or source != tuple(range(len(source))):
@@ -222,7 +222,7 @@ class RunRows:
                 "the two texts have no token in common, so nothing is aligned. Use align='position'."
             )
         return PositionRows(
-            {position: tensor[place[origin]].detach().flatten() for position, origin in matches.items()}
+            {position: tensor[row_of[origin]].detach().flatten() for position, origin in matches.items()}
         )
 
 

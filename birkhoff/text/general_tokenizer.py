@@ -13,7 +13,7 @@ import re
 import tokenizers
 
 from birkhoff.errors import CheckpointError, quoted
-from birkhoff.text.bytes import byte_alphabet
+from birkhoff.text.byte_tokenizer import byte_alphabet
 from birkhoff.text.tokenizer import UNKNOWN_PIECE, Tokenizer, _has_byte_level
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -1,7 +1,7 @@
 """Parse an answer of a model with a chat template into reasoning, content and tool calls, as it arrives.
 
 Reasoning is between `<think>` and `</think>`; the opening may be part of the prompt. Calls are JSON in one of the
-formats of `CALL_SYNTAXES` (also Qwen3-Coder's `<function=...>` inside `<tool_call>`), and are only looked for when the
+formats of `CallSyntax` (also Qwen3-Coder's `<function=...>` inside `<tool_call>`), and are only looked for when the
 request has tools. A tag may be a token of its own or plain text. A call is emitted whole, once its JSON is complete.
 The joined events do not depend on how the input is split: text is held back while it may start a tag. White space next
 to reasoning and calls is dropped. A call that is not valid stays content, one that is cut off is kept in a

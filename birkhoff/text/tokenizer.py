@@ -23,7 +23,7 @@ from birkhoff.errors import CheckpointError, PromptError, TextUnavailable, Token
 from birkhoff.json_limits import parse_json
 from birkhoff.option_checks import as_int
 from birkhoff.small_file import TOKENIZER_BYTES, read_bytes
-from birkhoff.text.bytes import byte_alphabet
+from birkhoff.text.byte_tokenizer import byte_alphabet
 
 MAX_VOCAB = 1 << 24
 UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks
@@ -128,7 +128,7 @@ class Tokenizer:
         return dict(self._added)
 
     def _check_shape(self, raw: Any) -> None:
-        """Refuse tokens that is not byte-level BPE: ids would not stand for fixed bytes."""
+        """Refuse a tokenizer that is not byte-level BPE: its ids would not stand for fixed bytes."""
         if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
             raise CheckpointError(
                 f"{self.name} holds no tokenizer, expected an object with 'model' and "

@@ -77,7 +77,7 @@ class HookFields:
         self, scope: Scope, receive: Receive, send: Send, given: dict[str, Any], fields: dict[str, Any]
     ) -> None:
         """A request with our fields. What is refused here reaches neither the scheduler nor a worker."""
-        # This middleware is outside of vLLM's authentication: whoever may not list models may not do more.
+        # This middleware is outside of vLLM's authentication: a client that may not list models may do nothing else.
         status, answer = await self._ask(scope, "GET", "/v1/models", None)
         if status != 200:
             await _answer(send, status, answer)
@@ -165,7 +165,7 @@ class HookFields:
         }
 
         async def stay() -> Message:
-            """Whoever asks waits: a client that had left would end the request."""
+            """Never returns: a client that has disconnected would end the request."""
             await asyncio.Future()
             raise AssertionError("nothing wakes it")
 

@@ -1,7 +1,7 @@
 """vLLM's scheduler with one more duty: state that depends on edits is not shared with text that is not edited so.
 
-It is done here and not in a front, because every request passes here, whoever sent it. A request that cannot be read
-must not raise: that would end the engine for everybody."""
+It is done here and not in a front, because every request passes here, from any front. A request that cannot be read
+must not raise: that would end the engine for all requests."""
 
 from __future__ import annotations
 

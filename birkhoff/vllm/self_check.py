@@ -1,7 +1,7 @@
 """The check at start: a known vector must move a probe row by exactly that vector, at every armed site of the rank.
 
-Every armed site has a row of its own in one forward pass. A hook that is not reached, that acts on a copy nobody reads,
-or that touches another row would otherwise give plausible text that is not steered."""
+Every armed site has a row of its own in one forward pass. A hook that is not reached, that acts on an unread copy, or
+that touches another row would otherwise give plausible text that is not steered."""
 
 from __future__ import annotations
 

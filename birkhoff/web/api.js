@@ -1,6 +1,6 @@
 // HTTP client of the server's public routes.
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, { status = 0, code = "", param = "" } = {}) {
     super(message);
     Object.assign(this, { status, code, param });

@@ -129,3 +129,7 @@ function pythonEdit(e) {
   const gate = e.gate ? `, when=${JSON.stringify(gateOf(e))}` : "";
   return `Add(${JSON.stringify(e.name)}, scale=${e.strength}${site}${streams}${phase}, path="${e.path}"${gate})`;
 }
+
+/** The edits that are switched on; those with a strength first, which a sweep varies. */
+export const activeEdits = (state) =>
+  state.edits.filter((e) => e.on && e.name).sort((a, b) => Boolean(KINDS[a.kind]) - Boolean(KINDS[b.kind]));

@@ -48,11 +48,7 @@ export function featurePage(store) {
       "Features per token",
       "A sparse autoencoder (SAE) decomposes activations into a few active features. " +
         "Click a token to see its most active features; click a feature to see where else it is active.",
-      {
-        name: "features",
-        data: () => result ?? {},
-        python: () => featuresPython(store.state),
-      },
+      { name: "features", data: () => result ?? {}, python: () => featuresPython(store.state) },
       stack(
         h("div", { class: "row" },
           h("label", {}, "dictionary", choose),
@@ -69,11 +65,7 @@ export function featurePage(store) {
     panel(
       "Feature dashboard",
       "The selected feature: how its label was made and how well it predicts, where it is strongest, examples.",
-      {
-        name: "dashboard",
-        data: () => store.state.dashboard ?? {},
-        python: () => dashboardPython(store.state),
-      },
+      { name: "dashboard", data: () => store.state.dashboard ?? {}, python: () => dashboardPython(store.state) },
       dash,
     ),
   );

@@ -1,6 +1,6 @@
 // The logit lens of the pinned token: top tokens per depth and stream.
 import { amount, shadedCell } from "./colour.js";
-import { fill, h, panel, rowHead, short, stack, table } from "./dom.js";
+import { fill, panel, rowHead, short, stack, table } from "./dom.js";
 import { askAboutPin } from "./pinned.js";
 import { lensPython } from "./python.js";
 
@@ -10,12 +10,7 @@ export function lensPanel(store) {
     "Lens per stream",
     "Top next token if the final norm and the head are applied at this depth: to each stream, " +
       "to their mean and to the head's mix. Darker means more probable.",
-    {
-      wide: true,
-      name: "lens",
-      data: () => current() ?? {},
-      python: () => lensPython(store.state),
-    },
+    { wide: true, name: "lens", data: () => current() ?? {}, python: () => lensPython(store.state) },
     body,
   );
   const cell = (tokens) => {

@@ -26,12 +26,7 @@ export function memoryPanel(store) {
     "Attention of the pinned token, one line per layer: the sliding window token by token, " +
       "compressed blocks as wide as the text they cover, and the share of the sink on the right. " +
       "CSA layers attend only to the blocks their indexer selects.",
-    {
-      wide: true,
-      name: "memory",
-      data: () => current() ?? {},
-      python: () => memoryPython(store.state),
-    },
+    { wide: true, name: "memory", data: () => current() ?? {}, python: () => memoryPython(store.state) },
     body,
   );
   const draw = (result) => {

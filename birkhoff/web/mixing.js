@@ -15,12 +15,7 @@ export function filmStrip(store) {
     "Mixing film strip",
     "One tile per sublayer, in order. Rows of a tile are source streams, columns are target streams; " +
       "every row and column sums to 1. Bars on the left: read weights; bars below: write weights.",
-    {
-      wide: true,
-      name: "film",
-      data: () => pinnedFrame(store.state) ?? {},
-      python: () => filmPython(store.state),
-    },
+    { wide: true, name: "film", data: () => pinnedFrame(store.state) ?? {}, python: () => filmPython(store.state) },
     body,
   );
   const draw = () => {
@@ -127,7 +122,7 @@ function describe(frame, s) {
   ];
 }
 
-export function multiply(a, b) {
+function multiply(a, b) {
   return a.map((line) => b[0].map((_, j) => line.reduce((t, x, k) => t + x * b[k][j], 0)));
 }
 

@@ -1,12 +1,12 @@
 // Python code that computes what a panel shows and draws it. `values` holds the numbers of the picture.
 import { python as pythonEdits } from "./edits.js";
-import { orderOf, tokensOf } from "./store.js";
+import { pyText as text, tokenIds } from "./pinned.js";
+import { orderOf } from "./store.js";
 
-const text = (value) => JSON.stringify(value).replace(/\u2028|\u2029/g, " ");
-const tokenIds = (state, upTo = Infinity) =>
-  tokensOf(state.run, state.pin?.twin)
-    .slice(0, upTo + 1)
-    .map((token) => token.id);
+/** The lines that name the tokens of the text, up to a position, and that choose the frame of the pinned token. */
+const idsLine = (state, upTo) => `token_ids = ${JSON.stringify(tokenIds(state, upTo))}`;
+const pinnedAt = (state) => state.pin?.position ?? -1;
+const frameLine = (state) => `frame = next(frame for frame in frames if frame["position"] == ${pinnedAt(state)})`;
 const model = (state) => text(state.props?.model ?? "nano");
 
 /** A script that loads the model and runs `lines`; `imports` stand above. */
@@ -43,7 +43,7 @@ function ofSignals(state, signals, lines, imports = []) {
     state,
     [
       ...steer.lines,
-      `token_ids = ${JSON.stringify(tokenIds(state))}`,
+      idsLine(state),
       `frames = engine.generate(token_ids, max_tokens=1, signals=${JSON.stringify(signals)}${argument}).signals`,
       ...lines,
     ],
@@ -94,11 +94,10 @@ export function heatmapPython(state, title) {
   };
   const [signal, ...lines] = sums[state.scalar] ?? longer[state.scalar] ?? [];
   if (signal) return ofSignals(state, [signal], [table(signal), ...lines, ...drawMap(title)], NUMBERS);
-  const ids = `token_ids = ${JSON.stringify(tokenIds(state))}`;
   if (state.scalar === "lens") {
     const of_ = typeof state.lensView === "number" || /^\d+$/.test(state.lensView) ? state.lensView : text(state.lensView);
     return script(state, [
-      ids,
+      idsLine(state),
       "lens = engine.lens(token_ids)",
       `values = [lens.surprise(depth, ${of_}).tolist() for depth in range(lens.depths)]`,
       ...drawMap(title),
@@ -107,7 +106,7 @@ export function heatmapPython(state, title) {
   const column = state.scalar === "blocks" ? 1 : 2;
   return script(
     state,
-    [ids, `values = attention_masses(engine, token_ids)[..., ${column}].tolist()`, ...drawMap(title)],
+    [idsLine(state), `values = attention_masses(engine, token_ids)[..., ${column}].tolist()`, ...drawMap(title)],
     ["from birkhoff.analysis.attention import attention_masses"],
   );
 }
@@ -115,7 +114,7 @@ export function heatmapPython(state, title) {
 /** The mixers, read and write weights of the pinned token. */
 export function filmPython(state) {
   return ofSignals(state, ["res_mix", "pre_mix", "post_mix"], [
-    `frame = next(frame for frame in frames if frame["position"] == ${state.pin?.position ?? -1})`,
+    frameLine(state),
     'values = frame["res_mix"]  # [sublayer][from][to]',
     'reads, writes = frame["pre_mix"], frame["post_mix"]  # [sublayer][stream]',
     "import matplotlib.pyplot as plt",
@@ -135,7 +134,7 @@ export function lineagePython(state, from, to) {
     state,
     ["res_mix"],
     [
-      `frame = next(frame for frame in frames if frame["position"] == ${state.pin?.position ?? -1})`,
+      frameLine(state),
       'mixers = torch.tensor(frame["res_mix"])',
       "values = torch.eye(mixers.shape[-1])  # [from][to]",
       `for mixer in mixers[${from}:${to}]:`,
@@ -148,7 +147,7 @@ export function lineagePython(state, from, to) {
 
 export function expertsPython(state) {
   return ofSignals(state, ["experts"], [
-    `frame = next(frame for frame in frames if frame["position"] == ${state.pin?.position ?? -1})`,
+    frameLine(state),
     'values = frame["experts"]  # [layer][choice]: expert, weight',
     "for layer, chosen in enumerate(values):",
     '    print(layer, " ".join(f"{int(expert)}: {weight:.3f}" for expert, weight in chosen))',
@@ -157,7 +156,7 @@ export function expertsPython(state) {
 
 export function lensPython(state) {
   return script(state, [
-    `token_ids = ${JSON.stringify(tokenIds(state, state.pin?.position ?? -1))}`,
+    idsLine(state, pinnedAt(state)),
     "lens = engine.lens(token_ids)",
     "values = [[lens.top(depth, view, -1, 1)[0] for view in lens.views] for depth in range(lens.depths)]",
     'print("depth", *lens.views, sep="\\t")',
@@ -168,7 +167,7 @@ export function lensPython(state) {
 
 export function memoryPython(state) {
   return script(state, [
-    `token_ids = ${JSON.stringify(tokenIds(state, state.pin?.position ?? -1))}`,
+    idsLine(state, pinnedAt(state)),
     "values = engine.attention(token_ids)  # of the last token, by layer",
     "for layer, memory in enumerate(values):",
     '    print(f"layer {layer}: sink {memory.sink:.2f}, window {memory.window.tolist()}")',
@@ -181,7 +180,7 @@ export function featuresPython(state) {
   const name = text(state.sae);
   return script(state, [
     attach(state, state.sae),
-    `token_ids = ${JSON.stringify(tokenIds(state))}`,
+    idsLine(state),
     `values = engine.features(token_ids, ${name}, k=32, order=${text(orderOf(state))})`,
     "for token, active in zip(token_ids, values):",
     "    print(repr(engine.tokenizer.decode([token])), [(f.feature, f.label, f.activation) for f in active[:5]])",

@@ -4,7 +4,7 @@ import { call, post, stream } from "./api.js";
 import { interventions } from "./edits.js";
 import { newRun, tokensOf } from "./store.js";
 
-export const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "experts"];
+const SIGNALS = ["res_mix", "pre_mix", "post_mix", "stream_norm", "experts"];
 const TOP = 8;
 let current = null;
 
@@ -190,21 +190,10 @@ export function divergence(steered, plain) {
   return Math.max(0, total + rest * Math.log(rest / left));
 }
 
-/** Share of 4-grams that occurred before; 0 means no repetition. */
-export function repetition(tokens) {
-  const seen = new Set();
-  let repeated = 0,
-    groups = 0;
-  for (let i = 0; i + 4 <= tokens.length; i++) {
-    const key = tokens
-      .slice(i, i + 4)
-      .map((t) => t.text)
-      .join("\u0001");
-    if (seen.has(key)) repeated++;
-    seen.add(key);
-    groups++;
-  }
-  return groups ? repeated / groups : 0;
+/** Share of 4-grams of token texts that occurred before; 0 means no repetition. */
+export function repetition(texts) {
+  const groups = texts.slice(3).map((_, i) => texts.slice(i, i + 4).join("\u0001"));
+  return groups.length ? 1 - new Set(groups).size / groups.length : 0;
 }
 
 export async function refreshProps(store) {

@@ -16,6 +16,17 @@ function sublayers(frame, last) {
   ];
 }
 
+/** Weights with which a sublayer reads or writes streams. */
+const weights = (title, signal) => ({
+  title,
+  signals: [signal],
+  perStream: true,
+  unit: "weight",
+  low: 0,
+  rows: (frame) => frame[signal].map((_, s) => sublayerName(s)),
+  column: (frame, stream) => frame[signal]?.map((w) => (stream === "all" ? sum(w) : w[stream])),
+});
+
 /** By name: required signals or request, row labels, and the column of values of a frame (top row first). */
 export const SCALARS = {
   stream_norm: {
@@ -45,24 +56,8 @@ export const SCALARS = {
           : norms[stream] ** 2 / total;
       }),
   },
-  read: {
-    title: "read weight",
-    signals: ["pre_mix"],
-    perStream: true,
-    unit: "weight",
-    low: 0,
-    rows: (frame) => frame.pre_mix.map((_, s) => sublayerName(s)),
-    column: (frame, stream) => frame.pre_mix?.map((a) => (stream === "all" ? sum(a) : a[stream])),
-  },
-  write: {
-    title: "write weight",
-    signals: ["post_mix"],
-    perStream: true,
-    unit: "weight",
-    low: 0,
-    rows: (frame) => frame.post_mix.map((_, s) => sublayerName(s)),
-    column: (frame, stream) => frame.post_mix?.map((p) => (stream === "all" ? sum(p) : p[stream])),
-  },
+  read: weights("read weight", "pre_mix"),
+  write: weights("write weight", "post_mix"),
   keep: {
     title: "self-retention of streams",
     signals: ["res_mix"],

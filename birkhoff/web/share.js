@@ -43,7 +43,7 @@ async function standaloneHtml(state, panels) {
 const MARK = ["null", "/* data */"].join(" "); // in pieces: this module is part of the template too
 
 /** The data stands in a script element, where "<" could end it. */
-export function fillTemplate(template, data) {
+function fillTemplate(template, data) {
   const json = JSON.stringify(data).replace(/</g, "\\u003c");
   return template.replace(MARK, () => json);
 }
@@ -79,7 +79,7 @@ const rounded = (_, value) =>
   typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(5)) : value;
 
 /** The state as plain data, without keys and without what only a live page needs. */
-export function freeze(state) {
+function freeze(state) {
   const { run } = state,
     kept = Object.fromEntries(FROZEN.map((name) => [name, state[name]])),
     error = run.error ? { message: run.error.message } : null;

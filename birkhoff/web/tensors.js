@@ -9,7 +9,7 @@ function bytesOf(tensor) {
 }
 
 /** Numbers of a tensor of a response: float32, float16, bfloat16 or integers, little-endian. */
-export function numbersOf(tensor) {
+function numbersOf(tensor) {
   const bytes = bytesOf(tensor),
     view = new DataView(bytes.buffer);
   const half = (bits) => {

@@ -9,7 +9,7 @@ all readers agree on it, and reports all missing keys at once. A rope scaling of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from birkhoff.config import RopeScaling, V4Config
@@ -188,9 +188,51 @@ def config_from_metadata(
     read = _MetadataReader(keys, label)
     blocks = read.integer("block_count")
     nextn = read.integer("nextn_predict_layers", 0)
+    values = _plain_values(read, keys, shapes)
+    gating = read.integer("expert_gating_func")
+    value_length = read.integer("attention.value_length")
+    scaling = _scaling(read)
+    valid_blocks = blocks if blocks is not None and 0 < blocks < 65_536 else 0
+    ratios = read.per_layer("attention.compress_ratios", int, valid_blocks)
+    clamps = read.per_layer("swiglu_clamp_exp", float, valid_blocks)
+    if read.missing:
+        raise ConfigError(
+            f"{label} lacks {len(read.missing)} keys that cannot be derived: {', '.join(read.missing[:6])}"
+            f"{' and more' if len(read.missing) > 6 else ''}. A model without them would be silently wrong; "
+            "convert the original checkpoint again."
+        )
+    layers = blocks - nextn
+    if not valid_blocks or not layers > 0:
+        raise ConfigError(
+            f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk."
+        )
+    if gating != SQRT_SOFTPLUS:
+        raise ConfigError(
+            f"{label}: expert_gating_func is {gating}, expected {SQRT_SOFTPLUS} (sqrt-softplus)."
+        )
+    if value_length != values["head_dim"]:
+        raise ConfigError(
+            f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size."
+        )
+    return V4Config(
+        **values,
+        num_hidden_layers=layers,
+        compress_ratios=tuple(ratios[:layers]),
+        swiglu_limit=_swiglu_limit(read, clamps, blocks, label),
+        rope_scaling=scaling,
+        num_nextn_predict_layers=nextn,
+        bos_token_id=_token(keys, "bos"),
+        eos_token_id=_token(keys, "eos"),
+    )
+
+
+def _plain_values(
+    read: _MetadataReader, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Fields of the config that are one key each, or follow from the shape of a tensor where the key is missing."""
     groups = read.integer("attention.output_group_count")
     derived = _derived(keys, shapes, groups)
-    values: dict[str, Any] = {
+    return {
         "max_position_embeddings": read.integer("context_length"),
         "hidden_size": read.integer("embedding_length"),
         "vocab_size": read.integer("vocab_size", derived.get("vocab_size")),
@@ -219,51 +261,19 @@ def config_from_metadata(
         "hc_eps": read.number("hyper_connection.epsilon"),
         "num_hash_layers": read.integer("hash_layer_count", derived.get("num_hash_layers")),
     }
-    gating = read.integer("expert_gating_func")
-    value_length = read.integer("attention.value_length")
-    scaling = _scaling(read)
-    valid_blocks = blocks if blocks is not None and 0 < blocks < 65_536 else 0
-    ratios = read.per_layer("attention.compress_ratios", int, valid_blocks)
-    clamps = read.per_layer("swiglu_clamp_exp", float, valid_blocks)
-    if read.missing:
-        raise ConfigError(
-            f"{label} lacks {len(read.missing)} keys that cannot be derived: {', '.join(read.missing[:6])}"
-            f"{' and more' if len(read.missing) > 6 else ''}. A model without them would be silently wrong; "
-            "convert the original checkpoint again."
-        )
-    layers = blocks - nextn
-    if not valid_blocks or not layers > 0:
-        raise ConfigError(
-            f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk."
-        )
-    if gating != SQRT_SOFTPLUS:
-        raise ConfigError(
-            f"{label}: expert_gating_func is {gating}, expected {SQRT_SOFTPLUS} (sqrt-softplus)."
-        )
-    if value_length != values["head_dim"]:
-        raise ConfigError(
-            f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size."
-        )
-    shared = (
-        read.per_layer("swiglu_clamp_shexp", float, valid_blocks)
-        if read.has("swiglu_clamp_shexp")
-        else clamps
-    )
+
+
+def _swiglu_limit(read: _MetadataReader, clamps: Sequence[float], blocks: int, label: str) -> float:
+    """The one limit of routed (`clamps`) and shared experts; a `ConfigError` if layers differ."""
+    shared = clamps
+    if read.has("swiglu_clamp_shexp"):
+        shared = read.per_layer("swiglu_clamp_shexp", float, blocks)
     limits = set(map(shortest, [*clamps[:blocks], *shared[:blocks]]))
     if len(limits) != 1:
         raise ConfigError(
             f"{label} has SwiGLU limits {sorted(limits)[:4]} that differ; V4 has one for all layers."
         )
-    return V4Config(
-        **values,
-        num_hidden_layers=layers,
-        compress_ratios=tuple(ratios[:layers]),
-        swiglu_limit=limits.pop(),
-        rope_scaling=scaling,
-        num_nextn_predict_layers=nextn,
-        bos_token_id=_token(keys, "bos"),
-        eos_token_id=_token(keys, "eos"),
-    )
+    return limits.pop()
 
 
 def _derived(

@@ -16,6 +16,7 @@ from typing import Any
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, ConfigError
 from birkhoff.free_memory import free_host_bytes
+from birkhoff.model.cache_size import cache_by_kind
 from birkhoff.weights.checkpoint import SafetensorsRefs, is_gguf, open_checkpoint
 from birkhoff.weights.gguf import raw_refs
 from birkhoff.weights.memory_size import MemoryEstimate, estimate_memory
@@ -40,7 +41,6 @@ REPORTED_FIELDS = (
     "max_position_embeddings",
 )
 MAX_PROBLEMS = 50
-_CARRY_ROWS = {"swa": 0, "csa": 8, "hca": 128}
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,5 @@ def _config_fields(config: V4Config) -> dict[str, Any]:
 
 def cache_bytes(config: V4Config) -> tuple[float, int]:
     """Return the trunk's bfloat16 cache size (spec 12.4): bytes per token, and constant bytes per sequence."""
-    per_token, per_sequence = 0.0, 0
-    for layer, ratio in enumerate(config.compress_ratios):
-        kind = config.layer_kind(layer)
-        width = config.head_dim + (config.index_head_dim if kind == "csa" else 0)
-        per_token += 2 * width / ratio if ratio else 0.0
-        per_sequence += 2 * config.sliding_window * config.head_dim
-        overlap = 2 if kind == "csa" else 1
-        per_sequence += 2 * 4 * _CARRY_ROWS[kind] * overlap * width  # values and gates, float32
-    return per_token, per_sequence
+    kinds = cache_by_kind(config, item_bytes=2).values()
+    return sum(kind.per_token for kind in kinds), sum(kind.per_sequence for kind in kinds)

@@ -1,7 +1,8 @@
 """Estimate how a model fits a device of a given size: weights, cache, and experts in the remaining memory.
 
 All weights but the routed experts are used for every token and stay on the device; whole experts can be offloaded.
-Sizes come from headers. The working space is an allowance, not a measurement.
+Sizes come from headers, so this also answers for files that this machine cannot load. The working space is an
+allowance, not a measurement. `engine/memory_plan.py` plans the memory of a model that is about to be loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copy stored rows to a GPU as fast as files can be read: threads fill pinned buffers, copies run behind them.
+"""Copy stored rows to a GPU as fast as files can be read: threads fill pinned buffers while others are copied.
 
 One thread reads from the page cache at a fraction of what memory and the bus can do, and a copy from memory that is not
 pinned waits for the device. Here the rows of all tensors are cut into blocks that are contiguous in a file; a pool of
@@ -40,7 +40,7 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """Rows of one or more tensors that lie next to each other in a file, from byte `offset` on."""
+    """Rows of one or more tensors that are adjacent in a file, from byte `offset` on."""
 
     path: Path
     offset: int

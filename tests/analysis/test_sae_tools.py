@@ -17,7 +17,7 @@ from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.compact import compact, rounded
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.evaluate import quality
-from birkhoff.sae.load_saelens import WEIGHTS
+from birkhoff.sae.saelens_files import WEIGHTS
 from birkhoff.sae.train import TrainOptions
 from tests.api.conftest import open_engine
 from tests.killed_write import kill_while_writing

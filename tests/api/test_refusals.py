@@ -188,7 +188,7 @@ def test_one_bad_prompt_refuses_the_whole_call(idle):
 def test_a_request_larger_than_the_cache_is_refused(checkpoint):
     """Pages for four requests of one page each; one request may use them all, but no more."""
     config = open_engine(checkpoint).config
-    from birkhoff.engine.memory_plan import page_bytes, slot_bytes
+    from birkhoff.model.cache_size import page_bytes, slot_bytes
 
     room = 4 * (slot_bytes(config, 4) + page_bytes(config, 4))
     with open_engine(checkpoint, cache_bytes=room, prefix_cache=False, speculative=False) as small:

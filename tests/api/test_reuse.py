@@ -13,8 +13,9 @@ import birkhoff
 from birkhoff import Add, Capture
 from birkhoff.api.options import SpeculationOptions, parse_speculation
 from birkhoff.convert.synth import synth
-from birkhoff.engine.memory_plan import page_bytes, plan_cache, slot_bytes, snapshot_bytes
+from birkhoff.engine.cache_plan import plan_cache
 from birkhoff.errors import CapacityError, OptionError
+from birkhoff.model.cache_size import page_bytes, slot_bytes, snapshot_bytes
 from tests.api.conftest import open_engine
 from tests.models import TINY
 from tests.sizes import scaled

@@ -16,32 +16,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import page_bytes, pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptError
 from birkhoff.kernels.select import select
+from birkhoff.model.cache_size import page_bytes, pages_for
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from tests.models import fill_random, fused_model, random_tokens, variant
+from tests.models import MICRO, fill_random, fused_model, random_tokens
 from tests.sizes import scaled
 
-MICRO = variant(
-    vocab_size=40,
-    hidden_size=16,
-    num_attention_heads=2,
-    head_dim=8,
-    qk_rope_head_dim=4,
-    q_lora_rank=8,
-    o_lora_rank=4,
-    compress_ratios=(4, 128),
-    index_n_heads=3,
-    index_head_dim=8,
-    n_routed_experts=4,
-    moe_intermediate_size=8,
-    num_hash_layers=1,
-    num_nextn_predict_layers=0,
-)
 POISON = 39  # a token that makes the failing models below raise
 LENGTHS = (1, 2, 9, 60, 127, 128, 129, 200)
 

@@ -7,22 +7,19 @@ import torch
 
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.memory_plan import (
-    cache_by_kind,
-    context_bytes,
-    default_cache_bytes,
-    distinct_experts,
-    page_bytes,
-    pages_for,
-    plan_budget,
-    slot_bytes,
-    spare_slots,
-    step_cache_bytes,
-    tokens_per_second,
-    weight_bytes,
-)
+from birkhoff.engine.cache_plan import default_cache_bytes
+from birkhoff.engine.memory_plan import plan_budget, spare_slots, weight_bytes
+from birkhoff.engine.speed_bounds import distinct_experts, tokens_per_second
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.select import select
+from birkhoff.model.cache_size import (
+    cache_by_kind,
+    context_bytes,
+    page_bytes,
+    pages_for,
+    slot_bytes,
+    step_cache_bytes,
+)
 from birkhoff.model.linear import Linear
 from birkhoff.model.mhc import Mixer
 from birkhoff.model.state import State

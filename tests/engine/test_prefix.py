@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache_plan import plan_prefix
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import page_key
 from birkhoff.engine.request import Request
@@ -20,27 +22,14 @@ from birkhoff.hooks.digest import DigestPart
 from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.cache_size import page_bytes, slot_bytes, snapshot_bytes
 from birkhoff.model.state import Snapshot, State
+from tests import models
 from tests.models import TINY, fused_model, random_tokens, variant
 from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
-MICRO = variant(
-    vocab_size=512,
-    hidden_size=16,
-    num_attention_heads=2,
-    head_dim=8,
-    qk_rope_head_dim=4,
-    q_lora_rank=8,
-    o_lora_rank=4,
-    compress_ratios=(4, 128),
-    index_n_heads=3,
-    index_head_dim=8,
-    n_routed_experts=4,
-    moe_intermediate_size=8,
-    num_hash_layers=1,
-    num_nextn_predict_layers=0,
-)
+MICRO = replace(models.MICRO, vocab_size=512)
 TEXTS = [random_tokens(SMALL, 700, seed).tolist() for seed in range(3)]
 
 

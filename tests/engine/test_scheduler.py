@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from birkhoff.engine.cache_plan import plan_pages
 from birkhoff.engine.id_pool import IdPool
-from birkhoff.engine.memory_plan import page_bytes, pages_for, plan_pages, slot_bytes
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.engine.scheduler import Scheduler
 from birkhoff.errors import CapacityError
+from birkhoff.model.cache_size import page_bytes, pages_for, slot_bytes
 from birkhoff.model.state import State
 from tests.models import TINY, variant
 from tests.sizes import scaled

@@ -74,7 +74,7 @@ def test_a_typical_snapshot_fills_its_blocks_and_a_too_large_one_never_fits():
 FILL = """
 import ctypes, torch
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.memory_plan import snapshot_bytes
+from birkhoff.model.cache_size import snapshot_bytes
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from tests.models import fused_model, variant

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,25 +26,12 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
+from tests import models
 from tests.models import fused_model, random_model, random_tokens, variant
 from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
-MICRO = variant(
-    vocab_size=40,
-    hidden_size=16,
-    num_attention_heads=2,
-    head_dim=8,
-    qk_rope_head_dim=4,
-    q_lora_rank=8,
-    o_lora_rank=4,
-    compress_ratios=(4, 128),
-    index_n_heads=3,
-    index_head_dim=8,
-    n_routed_experts=4,
-    moe_intermediate_size=8,
-    num_hash_layers=1,
-)
+MICRO = replace(models.MICRO, num_nextn_predict_layers=1)
 TEXT = random_tokens(SMALL, 700, 1).tolist()
 COUNT = 24
 

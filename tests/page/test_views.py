@@ -194,6 +194,24 @@ def test_an_empty_steer_view_states_what_is_missing(open_tab):
     assert not tab.faults
 
 
+def test_the_sweep_answers_at_nine_strengths(open_tab):
+    """Each strength is answered once and scored once; only the first, which is 0, has no edit."""
+    tab = open_tab()
+    tab.page.click("#tab-steer")
+    tab.page.wait_for_selector("#page-steer .edit")
+    bodies = []
+    tab.page.on(
+        "request", lambda r: bodies.append(r.post_data_json) if "/v1/chat/completions" in r.url else None
+    )
+    tab.page.click("#sweep-run")
+    tab.page.wait_for_selector('[data-panel="sweep"] p.note')
+    cells = tab.page.locator('[data-panel="sweep"] tbody td.number').all_inner_texts()
+    strengths = [float(text.replace("\N{MINUS SIGN}", "-")) for text in cells[::2]]
+    assert len(strengths) == 9 and strengths == sorted(strengths) and strengths[0] == 0
+    assert len(bodies) == 9 and sum("interventions" not in body for body in bodies) == 1
+    assert not tab.faults
+
+
 def test_retry_samples_again(open_tab):
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "14")

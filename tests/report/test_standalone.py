@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from birkhoff.report.standalone import DATA, joined_scripts, standalone_html
+from birkhoff.report.standalone import DATA, FOLDER, joined_scripts, joined_styles, standalone_html
 
 
 def test_the_file_holds_style_scripts_and_data_and_refers_to_nothing():
@@ -34,6 +34,22 @@ def test_modules_are_joined_in_the_order_of_their_imports(tmp_path):
         joined.index(f"const ${n} =") for n in "zba"
     )
     assert "const { b, c: d } = $b;" in joined and "return { b, c };" in joined and "import" not in joined
+
+
+def test_styles_are_joined_in_the_order_of_their_links(tmp_path):
+    (tmp_path / "index.html").write_text(
+        '<link rel="stylesheet" href="assets/b.css" />\n<link rel="stylesheet" href="assets/a.css" />\n'
+    )
+    (tmp_path / "a.css").write_text("a {}\n")
+    (tmp_path / "b.css").write_text("b {}\n")
+    assert joined_styles(tmp_path) == "b {}\na {}\n"
+
+
+def test_every_style_sheet_of_the_page_is_linked():
+    joined = joined_styles()
+    sheets = [file.read_text() for file in FOLDER.glob("*.css")]
+    assert sheets and all(sheet in joined for sheet in sheets)
+    assert sum(map(len, sheets)) == len(joined), "each once"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from birkhoff.text.bytes import RELEASE_SPLITS, byte_alphabet, byte_tokenizer_json, tokenizer_json
+from birkhoff.text.byte_tokenizer import RELEASE_SPLITS, byte_alphabet, byte_tokenizer_json, tokenizer_json
 from birkhoff.text.prompt_texts import PromptTexts
 from birkhoff.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.errors import BirkhoffError, CheckpointError, PromptError, TextUnavailable, TokenError
-from birkhoff.text.bytes import byte_tokenizer_json
+from birkhoff.text.byte_tokenizer import byte_tokenizer_json
 from birkhoff.text.markers import BOS, DSML, EOS, PAD, USER
 from birkhoff.text.tokenizer import Tokenizer
 from tests.sizes import scaled

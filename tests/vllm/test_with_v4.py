@@ -15,7 +15,7 @@ import birkhoff
 from birkhoff import Add, Capture
 from birkhoff.config import V4Config
 from birkhoff.convert.synth import RandomRows
-from birkhoff.text.bytes import byte_tokenizer_json
+from birkhoff.text.byte_tokenizer import byte_tokenizer_json
 from birkhoff.vllm.armed_sites import V4_HOOKS
 from birkhoff.weights.released import write_released
 from tests.vllm.models import prompts_of

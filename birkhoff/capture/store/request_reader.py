@@ -26,7 +26,7 @@ BLOCK_ROWS = 1 << 40  # a record is one block
 class RequestReader:
     """The requests of a tag's directory that have rows of one hook and layer, by number.
 
-    An open file holds the labels of its rows, about 100 bytes each: who reads in order needs one."""
+    An open file holds the labels of its rows, about 100 bytes each. Reading in order needs one open file."""
 
     def __init__(
         self, directory: str | os.PathLike[str], hook: str, layer: int, open_files: int = OPEN_FILES

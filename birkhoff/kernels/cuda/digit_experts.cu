@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_digits(float (&acc)[N / 2], const u8* c
         for (int slot = 0; slot < STAGES; slot++) {
             copies_wait<STAGES - 2>();
             fence_async_proxy();
-            __syncthreads();  // copies of all threads have arrived, and nobody reads the slot of the previous step
+            __syncthreads();  // copies of all threads have arrived, and none reads the slot of the previous step
             if (at + slot + STAGES - 1 < steps) {
                 copy_weights((slot + STAGES - 1) % STAGES);
                 copy_inputs((slot + STAGES - 1) % STAGES);

@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[2][ROWS_TILES][4], co
     int slot = 0, free = ROWS_STAGES - 1;
     for (int at = 0; at < steps; at++) {
         wait_for_copies<ROWS_STAGES - 2>();
-        __syncthreads();  // inputs of all threads have arrived, and nobody reads the slot of the previous step
+        __syncthreads();  // inputs of all threads have arrived, and none reads the slot of the previous step
         copy_weights(free, at + ROWS_STAGES - 1);
         copy_inputs(free, at + ROWS_STAGES - 1);
         commit_copies();

@@ -102,8 +102,8 @@ def deinterleave(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _round_halves(z, rows, half, GROUPS: tl.constexpr):
+@triton.jit
+def _round_halves(z, half, GROUPS: tl.constexpr):
     """Round rows whose even columns come before the odd ones, in groups of 128 columns: 64 in each half."""
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -120,7 +120,7 @@ def _round_deinterleaved(z: torch.Tensor) -> None:
     per_program = min(16, power_of_two(groups))
     if len(z):
         _round_halves[(len(z), -(-groups // per_program))](
-            z, len(z), z.shape[1] // 2, GROUPS=per_program, num_warps=4
+            z, z.shape[1] // 2, GROUPS=per_program, num_warps=4
         )
 
 

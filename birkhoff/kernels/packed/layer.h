@@ -2,7 +2,7 @@
 //
 // The parts are functions that Python can call one by one, where something between them is captured or edited, and
 // `run_layers` calls one after the other; a row has the same bits either way. Structures are filled by Python
-// (cpu_decode/native.py). All numbers are float32.
+// (layer.py, decode/native.py). All numbers are float32.
 
 #pragma once
 

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from birkhoff.errors import OptionError
-from birkhoff.text.bytes import MIN_VOCAB_SIZE, byte_alphabet, byte_tokenizer_json, tokenizer_json
+from birkhoff.text.byte_tokenizer import MIN_VOCAB_SIZE, byte_alphabet, byte_tokenizer_json, tokenizer_json
 from birkhoff.text.markers import BOS, DSML, EOS, PAD, PLAIN_MARKERS, USER
 from birkhoff.text.tokenizer import Tokenizer
 

@@ -10,25 +10,22 @@ that SAELens does not have (hook, layer and view in a model with several streams
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from birkhoff import small_file
 from birkhoff.atomic_file import save_tensors
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.fold import SaeWeights
 from birkhoff.sae.hook_names import site_of
-from birkhoff.small_file import CONFIG_BYTES, MANIFEST_BYTES, check_regular
+from birkhoff.sae.stored_parts import read_json, read_labels, read_tensors, save_labels
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
-LABELS = "birkhoff_labels.json"
 STATISTICS = "birkhoff_statistics.safetensors"
 _NORMS = {"layer_norm": "layer_norm", "constant_norm_rescale": "constant_norm"}
 _KEPT = ("model_name", "hook_name", "prepend_bos", "context_size")
@@ -51,24 +48,8 @@ def load_saelens(
     metadata = _object(config.get("metadata"))
     tensors = read_tensors(path / WEIGHTS)
     kind, k = _architecture(config, path)
-    names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if kind == "gated" else ("b_enc",))]
-    names += ["threshold"] if kind == "jumprelu" else []
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise SaeFileError(
-            f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
-        )
     _check_head(config, metadata, tensors, path)
-    gated = kind == "gated"
-    weights = SaeWeights(
-        tensors["W_enc"].T,
-        tensors["b_mag" if gated else "b_enc"],
-        tensors["W_dec"],
-        tensors["b_dec"],
-        threshold=tensors.get("threshold") if kind == "jumprelu" else None,
-        gate_bias=tensors["b_gate"] if gated else None,
-        scale=tensors["r_mag"].double().exp() if gated else None,
-    ).double()
+    weights = _stored_weights(tensors, kind, path)
     if config.get("rescale_acts_by_decoder_norm"):
         weights = weights.decoder_norms(threshold_too=False)
     if config.get("apply_b_dec_to_input", True):
@@ -76,11 +57,9 @@ def load_saelens(
     normalize, factor = _normalization(config, path, input_scale)
     if factor is not None:
         weights = weights.input_scale(factor)
-    model_options = _object(
-        metadata.get("model_from_pretrained_kwargs", config.get("model_from_pretrained_kwargs"))
-    )
     if centered is None:
-        centered = bool(model_options.get("center_writing_weights"))
+        options = metadata.get("model_from_pretrained_kwargs", config.get("model_from_pretrained_kwargs"))
+        centered = bool(_object(options).get("center_writing_weights"))
     if centered:
         if normalize == "constant_norm":
             raise SaeFileError(
@@ -107,6 +86,27 @@ def load_saelens(
     )
 
 
+def _stored_weights(tensors: Mapping[str, torch.Tensor], kind: str, path: Path) -> SaeWeights:
+    """The weights as stored, in float64, before anything is folded into them."""
+    gated = kind == "gated"
+    names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if gated else ("b_enc",))]
+    names += ["threshold"] if kind == "jumprelu" else []
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise SaeFileError(
+            f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
+        )
+    return SaeWeights(
+        tensors["W_enc"].T,
+        tensors["b_mag" if gated else "b_enc"],
+        tensors["W_dec"],
+        tensors["b_dec"],
+        threshold=tensors.get("threshold") if kind == "jumprelu" else None,
+        gate_bias=tensors["b_gate"] if gated else None,
+        scale=tensors["r_mag"].double().exp() if gated else None,
+    ).double()
+
+
 def _check_head(
     config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path
 ) -> None:
@@ -127,13 +127,25 @@ def _check_head(
 
 
 def save_saelens(sae: Sae, path: Path) -> None:
+    """Write a dictionary in SAELens' layout; one that would mean something else there is refused."""
     sae.check_whole("SAELens' layout")
-    kind = sae.activation.name
     if isinstance(sae.activation, TopK) and not sae.activation.rectified:
         raise SaeError(
             "SAELens' top-k sets what is below zero to zero, and this dictionary keeps it, so the files would mean "
             "something else there. Save with layout='manifest', or make it with rectified=True."
         )
+    tensors = _saved_tensors(sae)
+    config = _saved_config(sae)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_tensors(path / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    save_labels(sae, path)
+    (path / STATISTICS).unlink(missing_ok=True)
+    if sae.x_max is not None:
+        save_tensors(path / STATISTICS, {"x_max": sae.x_max})
+
+
+def _saved_tensors(sae: Sae) -> dict[str, torch.Tensor]:
     tensors = {
         "W_enc": sae.encoder.T,
         "W_dec": sae.decoder,
@@ -141,7 +153,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
         "b_enc": sae.encoder_bias,
     }
     numbers = sae.activation.tensors()
-    if kind == "gated":
+    if sae.activation.name == "gated":
         if not (numbers["scale"] > 0).all():
             raise SaeError("a gated dictionary of SAELens has positive scales (it keeps their logarithm).")
         del tensors["b_enc"]
@@ -156,6 +168,12 @@ def save_saelens(sae: Sae, path: Path) -> None:
                 "SAELens rectifies before it compares, and this dictionary has thresholds below zero."
             )
         tensors["threshold"] = numbers["threshold"]
+    return tensors
+
+
+def _saved_config(sae: Sae) -> dict[str, Any]:
+    """SAELens' fields; our own are in `metadata.birkhoff`."""
+    kind = sae.activation.name
     site = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
     config: dict[str, Any] = {
         "architecture": {"relu": "standard", "batchtopk": "jumprelu"}.get(kind, kind),
@@ -175,30 +193,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
     }
     if isinstance(sae.activation, TopK):
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    save_tensors(path / WEIGHTS, {name: tensor.contiguous() for name, tensor in tensors.items()})
-    save_labels(sae, path)
-    (path / STATISTICS).unlink(missing_ok=True)
-    if sae.x_max is not None:
-        save_tensors(path / STATISTICS, {"x_max": sae.x_max})
-
-
-def save_labels(sae: Sae, path: Path) -> None:
-    """Write the labels of a dictionary of any layout; without labels there is no file."""
-    (path / LABELS).unlink(missing_ok=True)
-    if sae.labels:
-        labels = {str(sae.feature_id(row)): label for row, label in sorted(sae.labels.items())}
-        (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def read_labels(path: Path) -> dict[int, str]:
-    if not (path / LABELS).is_file():
-        return {}
-    raw = read_json(path / LABELS, MANIFEST_BYTES)
-    if not all(key.isdecimal() for key in raw):
-        raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
-    return {int(key): label for key, label in raw.items()}
+    return config
 
 
 def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
@@ -252,22 +247,3 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _hook_name(sae: Sae) -> str | None:
     return None if sae.hook is None else f"{sae.hook}.{sae.layer}"
-
-
-def read_json(path: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    try:
-        value = small_file.read_json(path, max_bytes)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SaeFileError(f"{path} cannot be read as JSON ({reason}).") from None
-    if not isinstance(value, dict):
-        raise SaeFileError(f"{path} holds {quoted(value)}, expected an object.")
-    return value
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        check_regular(path)
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

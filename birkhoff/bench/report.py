@@ -22,6 +22,7 @@ from birkhoff.config import V4Config
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from birkhoff.kernels.packed.compile import native_architecture
+from birkhoff.processors import usable_processors
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]  # rounds done, rounds in all
@@ -38,7 +39,7 @@ def facts() -> Row:
         "sources": sources(),
         "machine": {
             "cpu": cpu_model(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": usable_processors(),
             "load": round(os.getloadavg()[0], 2),
             "system": f"{platform.system()} {platform.machine()}",
         },

@@ -9,11 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+from birkhoff.cgroups import CGROUP, OWN_CGROUPS, cgroup_folders
 
 
 def free_host_bytes() -> int:
@@ -36,26 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_in_cgroups(root: Path, own: Path) -> int | None:
     """What the limits of the process's cgroups leave, counting cached files as free; None without a limit. `own` is the
     file that names its cgroups, version 1 or 2, and `root` the directory in which they are mounted."""
-    free = [_free_in_cgroup(folder) for folder in _cgroups(root, own)]
+    free = [_free_in_cgroup(folder) for folder in cgroup_folders(root, own, "memory")]
     return min((each for each in free if each is not None), default=None)
-
-
-def _cgroups(root: Path, own: Path) -> Iterator[Path]:
-    """The directories of the process's cgroup and of those around it. In a container the name may be one of the host,
-    which is not there; the container's cgroup is then the root."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = ["0::/"]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder = root / "memory" if controllers else root
-        yield folder
-        for part in Path(path).parts[1:]:
-            folder = folder / part
-            yield folder
 
 
 def _free_in_cgroup(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
     "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory free_disk "
+    "cgroups processors "
     "hf_hub json_limits small_file result_file notebook extras",
     "offload",
     "model mhc",
@@ -40,6 +41,7 @@ SHARED = {
     "result_file",
     "notebook",
     "extras",
+    "cgroups",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {

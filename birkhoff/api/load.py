@@ -50,6 +50,7 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import ExpertId
 from birkhoff.offload.placement import Placement
 from birkhoff.offload.read_gate import BackgroundReader, ReadGate
+from birkhoff.processors import limit_threads, usable_processors
 from birkhoff.text.chat_format import ChatFormat, V4Chat
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
@@ -82,6 +83,8 @@ def load(
     if chosen.backend == "vllm":
         return _load_with_vllm(model, path, chosen)
     _refuse(chosen, VLLM_ONLY, "the backend vllm")
+    if (limited := limit_threads(usable_processors())) is not None:
+        print(f"birkhoff: {limited}", file=sys.stderr)
     if chosen.capture_root is not None:  # one that cannot be written is refused before weights are read
         CaptureWriter(FileOptions(chosen.capture_root)).close()
     if _runs_through_transformers(path, chosen):

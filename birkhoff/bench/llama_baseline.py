@@ -41,7 +41,9 @@ class LlamaProcess:
             env=environment,
             text=True,
         )
-        self.version: str = self._ask([str(path), batch, prompt_tokens, steps, threads])
+        self.version: str
+        self.instructions: str
+        self.version, self.instructions = self._ask([str(path), batch, prompt_tokens, steps, threads])
 
     def seconds(self, prompts: list[Tokens], steps: int) -> tuple[float, float]:
         """Seconds of prefill of `prompts` and of `steps` decode steps."""
@@ -81,7 +83,7 @@ def answer_lines() -> None:
     except OptionError as error:
         reply({"error": str(error)})
         return
-    reply(version())
+    reply([version(), instructions()])
     for line in sys.stdin:
         reply(generation_seconds(llama, *json.loads(line)))
     llama.close()
@@ -153,6 +155,13 @@ def version() -> str:
     """The version of llama-cpp-python."""
     text: str = _import().__version__
     return text
+
+
+def instructions() -> str:
+    """What llama.cpp was built with, such as "AVX2 F16C FMA"; a processor with more does not change it."""
+    text: str = _import().llama_print_system_info().decode()
+    flags = (flag.split("=") for flag in text.replace("CPU :", "").split("|") if "=" in flag)
+    return " ".join(name.strip() for name, value in flags if value.strip() == "1")
 
 
 def _import() -> Any:

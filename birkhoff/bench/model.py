@@ -206,7 +206,7 @@ def _against_llama(
     if rival is None:
         return {}
     if name == rival.name:
-        return {"llama_cpp_python": rival.version}
+        return {"llama_cpp_python": rival.version, "llama_cpp_built_with": rival.instructions}
     theirs = speeds[rival.name][phase]
     return {"times_llama": summary([own / other for own, other in zip(values, theirs)])}
 

@@ -21,10 +21,13 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
+from birkhoff.kernels.packed.compile import native_architecture
+from birkhoff.processors import usable_processors
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]  # rounds done, rounds in all
 PACKAGE = Path(__file__).resolve().parent.parent
+SOURCES = ("*.py", "*.cu", "*.cuh", "*.cpp", "*.h")
 PACKAGES = ("torch", "numba", "transformers", "numpy")
 
 
@@ -36,11 +39,12 @@ def facts() -> Row:
         "sources": sources(),
         "machine": {
             "cpu": cpu_model(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": usable_processors(),
             "load": round(os.getloadavg()[0], 2),
             "system": f"{platform.system()} {platform.machine()}",
         },
         "threads": torch.get_num_threads(),
+        "native": native_architecture(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
 
@@ -85,7 +89,7 @@ def commit(package: Path = PACKAGE) -> str | None:
 def sources(package: Path = PACKAGE) -> str:
     """Twelve hex digits of a digest over the names and contents of all source files of the package."""
     digest = hashlib.sha256()
-    for file in sorted(path for kind in ("*.py", "*.cu") for path in package.rglob(kind)):
+    for file in sorted(path for kind in SOURCES for path in package.rglob(kind)):
         digest.update(f"{file.relative_to(package).as_posix()}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -76,7 +76,7 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
 
 /** At most `most` + 1 round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten; never below 1 for
  *  whole numbers. */
-function ticks(low, high, most, whole = false) {
+export function ticks(low, high, most, whole = false) {
   const span = high - low;
   if (!(span > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(span / most)),

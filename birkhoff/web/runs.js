@@ -190,7 +190,7 @@ export function divergence(steered, plain) {
   return Math.max(0, total + rest * Math.log(rest / left));
 }
 
-/** Share of 4-grams of token texts that occurred before; 0 means no repetition. */
+/** Share of 4-grams of token texts that occurred before. */
 export function repetition(texts) {
   const groups = texts.slice(3).map((_, i) => texts.slice(i, i + 4).join("\u0001"));
   return groups.length ? 1 - new Set(groups).size / groups.length : 0;

@@ -121,7 +121,7 @@ async function sweep(store, messages) {
   }
 }
 
-/** One point of a sweep: the answer with these edits, its surprisal under the unsteered model, and its repetition. */
+/** One point: the answer with these edits, its surprisal under the unsteered model, and its repetition. */
 async function measure(state, { seed, temperature }, messages, strength, edits) {
   const answer = await post("/v1/chat/completions", {
     messages,

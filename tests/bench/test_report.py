@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from birkhoff.bench import report
+from birkhoff.kernels.packed.compile import native_architecture
 
 
 def test_facts_name_the_machine_the_versions_and_the_commit():
     facts = report.facts()
     assert json.loads(json.dumps(facts)) == facts
     assert facts["versions"]["torch"] == torch.__version__ and facts["threads"] == torch.get_num_threads()
+    assert facts["native"] == native_architecture()
     assert facts["machine"]["cpu"] and facts["machine"]["cores"] >= 1
 
 
@@ -67,6 +69,9 @@ def test_the_source_digest_does_not_depend_on_the_location(tmp_path):
     assert report.sources(first) != report.sources(second)
     (first / "bench" / "report.py").rename(first / "bench" / "other.py")
     assert report.sources(first) != report.sources(copy_of_package(tmp_path / "c")), "names count too"
+    before = report.sources(second)
+    (second / "bench" / "kernel.h").write_text("// native kernels count too\n")
+    assert report.sources(second) != before
     if shutil.which("git") is not None:
         git(second.parent, "init", "-q")
         git(second.parent, "add", ".")

@@ -56,6 +56,26 @@ def test_native_products_equal_the_plain_product(kind, rows):
 
 
 @needs_native
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_matrices_of_all_types_share_an_input(rows):
+    """Each type takes x in an order or form of its own."""
+    matrices = [random_matrix(kind, 6, 512, seed) for seed, kind in enumerate(TYPES.values())]
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+    expected = torch.cat([x.double() @ matrix.dense().double().T for matrix in matrices], dim=1)
+    assert (native.Product(matrices)(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_rows_longer_than_the_first_cache_equal_the_plain_product(name, rows):
+    matrix = random_matrix(TYPES[name], 11, 5120)
+    x = torch.randn(rows, 5120, generator=torch.Generator().manual_seed(rows))
+    expected = x.double() @ matrix.dense().double().T
+    assert (native.Product([matrix])(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_native
 @pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.name)
 def test_a_row_does_not_depend_on_the_other_rows_of_a_batch(kind):
     product = native.Product([random_matrix(kind, 33, 512)])

@@ -44,20 +44,26 @@ FLAGS = (
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded library; None without a compiler. Compiled once per machine, which takes several seconds."""
-    architecture = os.environ.get("BIRKHOFF_NATIVE", "")
-    if architecture == "0" or sys.platform == "win32":
-        return None
+    architecture = native_architecture()
     compiler = find_compiler()
-    if compiler is None:
+    if architecture is None or compiler is None:
         return None
     try:
-        return _load(build(compiler, "native" if architecture in ("", "1") else architecture))
+        return _load(build(compiler, architecture))
     except (OSError, subprocess.SubprocessError) as error:
         print(
             f"birkhoff: the native CPU kernels could not be built ({error}); slower ones are used",
             file=sys.stderr,
         )
         return None
+
+
+def native_architecture() -> str | None:
+    """What the kernels are compiled for (`BIRKHOFF_NATIVE`): "native" is this processor, None no kernels at all."""
+    value = os.environ.get("BIRKHOFF_NATIVE", "")
+    if value == "0" or sys.platform == "win32":
+        return None
+    return "native" if value in ("", "1") else value
 
 
 def find_compiler() -> str | None:

@@ -66,6 +66,18 @@ void product_rows(const Matrix &m, int64_t first, int64_t stop, const float *x, 
     }
 }
 
+// The columns of a group of 32 in the order in which its codes are decoded to registers.
+#if WIDE
+const uint8_t fp4_order[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                               1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+const uint8_t mxfp4_order[32] = {};  // as stored
+#else
+const uint8_t fp4_order[32] = {0,  4,  8,  12, 1,  5,  9,  13, 2,  6,  10, 14, 3,  7,  11, 15,
+                               16, 20, 24, 28, 17, 21, 25, 29, 18, 22, 26, 30, 19, 23, 27, 31};
+const uint8_t mxfp4_order[32] = {0, 2,  4,  6,  16, 18, 20, 22, 1, 3,  5,  7,  17, 19, 21, 23,
+                                 8, 10, 12, 14, 24, 26, 28, 30, 9, 11, 13, 15, 25, 27, 29, 31};
+#endif
+
 #if AVX2
 // 32 numbers: two vectors of 16, or four of 8.
 struct Group {
@@ -89,9 +101,7 @@ inline Vec dot(const Group &a, const Group &b) {
     return WIDE ? two : fused(a.v[3], b.v[3], fused(a.v[2], b.v[2], two));
 }
 
-// The codes of a group as numbers, without its scale; FP4 and MXFP4 times FP4_FACTOR. FP4 has the even columns before the
-// odd ones.
-constexpr float FP4_FACTOR = WIDE ? 1.f : 2.f;
+// The codes of a group as numbers, without its scale. FP4 and MXFP4 are in the order of fp4_order and mxfp4_order.
 template <int T> inline Group decode_group(const uint8_t *codes) {
     Group out;
     if (T == Q8_0) {
@@ -109,13 +119,18 @@ template <int T> inline Group decode_group(const uint8_t *codes) {
     out.v[0] = Vec(_mm512_permutexvar_ps(pairs, table));
     out.v[1] = Vec(_mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table));
 #else
-    const Bytes pairs = load_bytes(codes);
-    const __m128i low = __m128i(look_up(fp4_doubled, pairs & uint8_t(15)));
-    const __m128i high = __m128i(look_up(fp4_doubled, bits_of(pairs, 4, 15)));
-    out.v[0] = signed_bytes(low);
-    out.v[1] = signed_bytes(_mm_unpackhi_epi64(low, low));
-    out.v[2] = signed_bytes(high);
-    out.v[3] = signed_bytes(_mm_unpackhi_epi64(high, high));
+    // The upper sixteen bits of every number, whose bytes come from two tables; the lower ones are zero.
+    const __m256i pairs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    const __m256i apart = _mm256_srlv_epi32(pairs, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    const __m256i index = _mm256_and_si256(apart, _mm256_set1_epi8(15)), upper = _mm256_set1_epi32(int(0xffff0000));
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fp4_first_bytes));
+    const __m256i second = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)fp4_second_bytes));
+    const __m256i tops = _mm256_shuffle_epi8(first, index), next = _mm256_shuffle_epi8(second, index);
+    const __m256i low = _mm256_unpacklo_epi8(next, tops), high = _mm256_unpackhi_epi8(next, tops);
+    out.v[0] = Vec(_mm256_slli_epi32(low, 16));
+    out.v[1] = Vec(_mm256_and_si256(low, upper));
+    out.v[2] = Vec(_mm256_slli_epi32(high, 16));
+    out.v[3] = Vec(_mm256_and_si256(high, upper));
 #endif
     return out;
 }
@@ -127,9 +142,10 @@ template <int T> inline Vec decode_columns(const uint8_t *row, int64_t k) {
 
 // X rows of x, codes decoded in registers. ROWS weight rows share the loads of x. The operations of a row of x do not
 // depend on X, so that results do not depend on the other rows of a batch. `request`: prefetch the rows after these.
+enum Request { NO_ROWS, NEXT_ROWS, NEXT_ROWS_ONCE };
 template <int T, int ROWS, int X>
 inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, float *out, int64_t out_stride,
-                     bool request) {
+                     Request request) {
     Vec acc[ROWS][X];
     const uint8_t *codes[ROWS], *scales[ROWS];
 #pragma GCC unroll 4
@@ -158,7 +174,7 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
             for (int w = 0; w < ROWS; w++) {
                 const uint8_t *at = codes[w] + BYTES * g;
                 const Group weights = decode_group<T>(at + BYTES % 16);
-                const float scale = T == Q8_0 ? half(at) : e8m0_table[T == MXFP4 ? at[0] : scales[w][g]] / FP4_FACTOR;
+                const float scale = T == Q8_0 ? half(at) : e8m0_table[T == MXFP4 ? at[0] : scales[w][g]];
 #pragma GCC unroll 4
                 for (int r = 0; r < X; r++) {
                     const Vec sum = dot(weights, WIDE || X == 1 ? own[r] : load_group(x + r * stride + 32 * g));
@@ -196,10 +212,12 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
     } else {
         constexpr int BYTES = ROWS * LANES * (T == F32 ? 4 : 2);
         for (int64_t k = 0; k < m.columns; k += LANES) {
-            if (request) {
+            if (request == NEXT_ROWS_ONCE) {
+                for (int b = 0; b < BYTES; b += 64) prefetch_once(next + b);
+            } else if (request) {
                 for (int b = 0; b < BYTES; b += 64) prefetch(next + b);
-                next += BYTES;
             }
+            next += BYTES;
 #pragma GCC unroll 4
             for (int w = 0; w < ROWS; w++) {
                 const Vec weight = decode_columns<T>(codes[w], k);
@@ -216,15 +234,18 @@ inline void few_rows(const Matrix &m, int64_t row, const float *x, int64_t strid
 
 template <int T, int ROWS>
 inline void all_rows(const Matrix &m, int64_t row, const float *x, int64_t stride, int n, float *out, int64_t out_stride) {
+    // Rows too long for the first cache until they are used; a second pass over them would miss them.
+    const Request first = n <= 4 && ROWS * m.row_bytes > (1 << 14) ? NEXT_ROWS_ONCE : NEXT_ROWS;
     int r = 0;
     for (; r + 4 <= n; r += 4)
-        few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
+        few_rows<T, ROWS, 4>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r ? NO_ROWS : first);
     for (; r + 2 <= n; r += 2)
-        few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
-    for (; r < n; r++) few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r == 0);
+        few_rows<T, ROWS, 2>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r ? NO_ROWS : first);
+    for (; r < n; r++)
+        few_rows<T, ROWS, 1>(m, row, x + r * stride, stride, out + r * out_stride, out_stride, r ? NO_ROWS : first);
 }
 
-// Columns of whole vectors only; FP4 takes x with the even columns of every 32 before the odd ones.
+// Columns of whole vectors only; FP4 and MXFP4 take x in the order of their codes.
 template <int T>
 void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, int64_t stride, int n, float *out,
                   int64_t out_stride) {
@@ -236,31 +257,33 @@ void in_registers(const Matrix &m, int64_t first, int64_t stop, const float *x, 
 }
 #endif
 
-// x with rows padded by zeros to whole vectors, for FP4 also deinterleaved, and for products of bytes its digits.
+// x with rows padded by zeros to whole vectors, for FP4 and MXFP4 also in the order of their codes, and for products of
+// bytes its digits.
 struct Input {
     const float *rows;
     int64_t stride;
     int n;
-    const float *deinterleaved;
-    int64_t deinterleaved_stride;
+    const float *fp4, *mxfp4;
+    int64_t ordered_stride;
     const DigitChunk *digits;
     int64_t digit_stride;
 };
 
 // The memory of an Input.
 struct InputBuffers {
-    std::vector<float> padded, deinterleaved;
+    std::vector<float> padded, fp4, mxfp4;
     std::vector<DigitChunk> digits;
 };
 
 // Which forms of x some types need besides rows.
 struct InputForms {
-    bool fp4, digits;
-    explicit InputForms(std::initializer_list<int64_t> types) : fp4(false), digits(false) {
+    bool fp4, mxfp4, digits;
+    explicit InputForms(std::initializer_list<int64_t> types) : fp4(false), mxfp4(false), digits(false) {
         for (int64_t type : types) add(type);
     }
     void add(int64_t type) {
-        fp4 |= type == FP4;
+        fp4 |= AVX2 && type == FP4;
+        mxfp4 |= AVX2 && !WIDE && type == MXFP4;
         digits |= has_digits(type);
     }
 };
@@ -275,9 +298,10 @@ void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, floa
             case BF16: return REGISTERS(BF16);
             case FP8: return REGISTERS(FP8);
             case Q8_0: return REGISTERS(Q8_0);
-            case MXFP4: return REGISTERS(MXFP4);
-            case FP4:
-                return in_registers<FP4>(m, first, stop, in.deinterleaved, in.deinterleaved_stride, in.n, out, out_stride);
+            case FP4: return in_registers<FP4>(m, first, stop, in.fp4, in.ordered_stride, in.n, out, out_stride);
+            case MXFP4:
+                if (WIDE) return REGISTERS(MXFP4);
+                return in_registers<MXFP4>(m, first, stop, in.mxfp4, in.ordered_stride, in.n, out, out_stride);
         }
 #undef REGISTERS
     }
@@ -304,8 +328,21 @@ void product(const Matrix &m, int64_t first, int64_t stop, const Input &in, floa
 
 int64_t whole(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
 
+// Rows of x with every 32 columns in the given order; columns are a multiple of 32.
+const float *reorder(const float *x, int64_t stride, int n, int64_t columns, const uint8_t (&order)[32],
+                     std::vector<float> &into) {
+    into.resize(size_t(n * columns));
+    for (int r = 0; r < n; r++) {
+        const float *from = x + r * stride;
+        float *row = &into[size_t(r * columns)];
+        for (int64_t g = 0; g < columns; g += 32)
+            for (int j = 0; j < 32; j++) row[g + j] = from[g + order[j]];
+    }
+    return into.data();
+}
+
 Input prepare(const float *x, int64_t stride, int n, int64_t columns, const InputForms &forms, InputBuffers &buffers) {
-    Input in{x, stride, n, nullptr, columns, nullptr, columns / CHUNK};
+    Input in{x, stride, n, nullptr, nullptr, columns, nullptr, columns / CHUNK};
     if (columns % LANES) {  // the loops read whole vectors
         const int64_t width = whole(columns);
         buffers.padded.assign(n * width, 0.f);
@@ -313,19 +350,8 @@ Input prepare(const float *x, int64_t stride, int n, int64_t columns, const Inpu
         in.rows = buffers.padded.data();
         in.stride = width;
     }
-    if (forms.fp4) {
-        buffers.deinterleaved.resize(n * columns);
-        for (int r = 0; r < n; r++) {
-            const float *from = x + r * stride;
-            float *into = &buffers.deinterleaved[r * columns];
-            for (int64_t g = 0; g < columns; g += 32)
-                for (int j = 0; j < 16; j++) {
-                    into[g + j] = from[g + 2 * j];
-                    into[g + 16 + j] = from[g + 2 * j + 1];
-                }
-        }
-        in.deinterleaved = buffers.deinterleaved.data();
-    }
+    if (forms.fp4) in.fp4 = reorder(x, stride, n, columns, fp4_order, buffers.fp4);
+    if (forms.mxfp4) in.mxfp4 = reorder(x, stride, n, columns, mxfp4_order, buffers.mxfp4);
 #if DIGITS
     if (forms.digits) {
         buffers.digits.resize(n * in.digit_stride);

@@ -65,7 +65,8 @@ void few_grouped(const Matrix &matrix, int64_t group, const float *x, int64_t st
             for (int64_t g = first / group; g < step && g * group < stop; g++) {
                 Input own = in;
                 own.rows += g * columns;
-                if (forms.fp4) own.deinterleaved += g * columns;
+                if (forms.fp4) own.fp4 += g * columns;
+                if (forms.mxfp4) own.mxfp4 += g * columns;
                 if (forms.digits) own.digits += g * columns / CHUNK;
                 const int64_t from = std::max(first, g * group), to = std::min(stop, (g + 1) * group);
                 if (from < to) product(matrix, begin * group + from, begin * group + to, own, out, out_stride);
@@ -149,7 +150,7 @@ void few_experts(const Matrix *matrices, const float *transposed, int experts, c
         }
         inputs[t] = t ? inputs[0] : prepare(x, width, 1, width, forms, buffers[0]);
         inputs[t].n = tasks[t].count;  // one row, as often as it lists the expert
-        inputs[t].stride = inputs[t].deinterleaved_stride = inputs[t].digit_stride = 0;
+        inputs[t].stride = inputs[t].ordered_stride = inputs[t].digit_stride = 0;
     }
     const int parts = parts_for(int64_t(tasks.size()) * 2 * inner * width, threads);
     pool().run(parts, threads, [&](int part) {

@@ -147,8 +147,9 @@ class Analyses:
         each hook, each of `layers` and each of `positions` ("each", a list, or None for all positions together); with
         `streams` ("each" or a list) also for each stream.
         `metric` is a token (a text or an id): its logit at the end; two tokens: the difference of their logits; or a
-        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks. Cells run
-        side by side: the sweep takes as many passes as its tokens fill."""
+        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks, or
+        `output.acts` with the rows of all tokens of a text, which is run once more for its metric. Cells run side by
+        side: the sweep takes as many passes as its tokens fill."""
         engine = self._open_engine()
         return patch_sweep(engine, clean, corrupt, metric, over, layers, positions, streams, align, steer)
 

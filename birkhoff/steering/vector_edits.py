@@ -32,7 +32,7 @@ from birkhoff.hooks.plan import Key
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema, Schema
 from birkhoff.hooks.selector import bind
-from birkhoff.option_checks import as_int
+from birkhoff.option_checks import as_int, listed
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows, TensorRows
@@ -551,6 +551,7 @@ def _unit(vector: Any) -> Any:
 
 
 def _streams(value: Any) -> Any:
+    value = listed(value)
     if value is None or value in ("all", "post_mix"):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:

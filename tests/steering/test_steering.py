@@ -11,6 +11,7 @@ import birkhoff
 from birkhoff import Add, Capture, Clamp, Patch, Project
 from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringError
+from birkhoff.hooks.tap import EagerTap
 from birkhoff.steering.position_rows import PositionRows
 from tests.oracle import build_oracle
 from tests.sizes import scaled
@@ -164,6 +165,31 @@ def test_norm_match_scales_by_the_norm_of_each_row(engine, sizes):
     after = engine.generate(PROMPT, max_tokens=1, steer=[edit], capture=spec).acts["mlp_out", LAYER].tensor
     expected = rows + 0.5 * rows.norm(dim=-1, keepdim=True) * vector(d) / vector(d).norm()
     assert (after - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("streams", [None, 1, [0, 2]])
+def test_norm_match_equals_a_plain_pass_with_the_change_written_out(engine, sizes, streams):
+    """The same pass of the model with a function at the site: rows by row, and with streams stream by stream."""
+    m, d = sizes
+    v = vector(d if streams is not None else m * d)
+    chosen = [streams] if isinstance(streams, int) else streams
+
+    def by_hand(site, layer, x):
+        if (site.name, layer) != ("mhc_streams_pre_mlp", LAYER):
+            return None
+        rows = x if chosen is not None else x.flatten(-2)
+        added = 0.5 * rows.norm(dim=-1, keepdim=True) * v / v.norm()
+        if chosen is None:
+            return x + added.view(x.shape)
+        mask = torch.zeros(m, 1)
+        mask[chosen] = 1
+        return x + added * mask
+
+    with torch.no_grad():
+        expected = engine.model(torch.tensor([PROMPT]), tap=EagerTap(edit=by_hand))[0]
+    edit = Add(v, "mhc_streams_pre_mlp", LAYER, scale=0.5, streams=streams, norm_match=True)
+    assert (engine.logits(PROMPT, [edit]) - expected).abs().max() < 1e-4
+    assert (engine.logits(PROMPT) - expected).abs().max() > 1e-2
 
 
 def test_t_ste_4_phase_and_where_select_the_right_tokens(engine, sizes):

@@ -14,6 +14,8 @@ from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.notebook import in_kernel
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from birkhoff.analysis.attention import AttentionReadout
     from birkhoff.analysis.lens import Lens
     from birkhoff.analysis.logit_attribution import LogitAttribution
@@ -24,7 +26,7 @@ LONGEST_LABEL = 24  # characters
 MIXERS = ("mhc_attn_res_mix", "mhc_ffn_res_mix")
 
 
-def film_strip(trace: Trace, position: int = -1) -> Any:
+def film_strip(trace: Trace, position: int = -1) -> Figure:
     """The mixers of one token in every layer: attention above, experts below, each [from, to] from 0 to 1."""
     missing = [hook for hook in MIXERS if not trace.layers(hook)]
     if missing:
@@ -50,7 +52,7 @@ def film_strip(trace: Trace, position: int = -1) -> Any:
     return figure
 
 
-def lens(result: Lens, of: int | str = "head", positions: int = 24, axes: Any = None) -> Any:
+def lens(result: Lens, of: int | str = "head", positions: int = 24, axes: Any = None) -> Figure:
     """The most likely token at every depth (the last depth on top) and its probability, for the last tokens."""
     chances, texts, depths = result.table(of, positions)
     width = len(chances[0])
@@ -76,7 +78,7 @@ def lens(result: Lens, of: int | str = "head", positions: int = 24, axes: Any = 
 
 def attention(
     readouts: Sequence[AttentionReadout], tokens: Sequence[str] | None = None, axes: Any = None
-) -> Any:
+) -> Figure:
     """Attention of one token by layer. A compressed block's weight is spread over its tokens; the sink is the last
     column. `tokens` are the texts of the tokens up to the one that attends (`trace.tokens`)."""
     last = max(readout.first + len(readout.window) for readout in readouts)
@@ -100,7 +102,7 @@ def attention(
     return figure
 
 
-def patch_sweep(sweep: PatchSweep, recovered: bool = True, axes: Any = None) -> Any:
+def patch_sweep(sweep: PatchSweep, recovered: bool = True, axes: Any = None) -> Figure:
     """A sweep as a heat map: what each patch recovers (0 corrupted, 1 clean), or the metric itself."""
     values, rows, columns = sweep.grid(recovered)
     figure, axes = _axes(axes, 0.4 * len(columns) + 3, 0.28 * len(rows) + 1.8)
@@ -112,7 +114,7 @@ def patch_sweep(sweep: PatchSweep, recovered: bool = True, axes: Any = None) -> 
     return figure
 
 
-def steering_sweep(points: Mapping[float, Any], label: str = "metric", axes: Any = None) -> Any:
+def steering_sweep(points: Mapping[float, Any], label: str = "metric", axes: Any = None) -> Figure:
     """What a strength of steering changes: one number for each scale, or several by name.
 
     plot.steering_sweep({0.0: 1.3, 1.0: 2.4}) or plot.steering_sweep({0.0: {"joy": 0.1, "loss": 2.0}, ...})."""
@@ -137,7 +139,7 @@ def steering_sweep(points: Mapping[float, Any], label: str = "metric", axes: Any
     return figure
 
 
-def attribution(terms: LogitAttribution, unit: str = "sublayer", k: int = 20, axes: Any = None) -> Any:
+def attribution(terms: LogitAttribution, unit: str = "sublayer", k: int = 20, axes: Any = None) -> Figure:
     """The largest terms of a logit as bars."""
     top = list(reversed(terms.top(unit, k)))
     figure, axes = _axes(axes, 5, 0.24 * len(top) + 1)
@@ -149,7 +151,7 @@ def attribution(terms: LogitAttribution, unit: str = "sublayer", k: int = 20, ax
     return figure
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
     """A figure that belongs to nobody, with its axes as rows of a grid."""
     try:
         from matplotlib.figure import Figure
@@ -163,7 +165,7 @@ def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tup
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _axes(axes: Any, width: float, height: float) -> tuple[Any, Any]:
+def _axes(axes: Any, width: float, height: float) -> tuple[Figure, Any]:
     if axes is not None:
         return axes.figure, axes
     figure, grid = _figure(width, height)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -31,6 +31,7 @@ from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.hf.model import HfModel
 
 UNITS = ("layer", "sublayer", "head", "expert", "stream")
 _V4_HOOKS = (
@@ -278,7 +279,8 @@ def _ordinary_hooks(engine: Engine) -> list[str]:
 
 
 def _ordinary_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> dict[str, Any]:
-    model, count = engine.model, engine.config.num_hidden_layers
+    model = cast("HfModel", engine.model)
+    count = engine.config.num_hidden_layers
     final = recorded["final_hidden", -1][at].double()
     normed = model.norm(recorded["final_hidden", -1][at : at + 1])[0].double()
     output = model.network.get_output_embeddings()

@@ -8,7 +8,7 @@ tokens (for blocks of 4 only those selected by the indexer), and to a sink. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +39,18 @@ class AttentionReadout:
     entries: torch.Tensor  # [entries]: entry e covers tokens e * ratio .. (e + 1) * ratio - 1
     chosen: torch.Tensor  # [entries] bool: selected by the indexer; all visible entries without one
     sink: float
+    layer: int | None = None
+    tokens: Sequence[str] | None = field(default=None, repr=False)  # up to the one that attends
 
     @classmethod
-    def of(cls, rows: torch.Tensor, ratio: int, position: int) -> AttentionReadout:
+    def of(
+        cls,
+        rows: torch.Tensor,
+        ratio: int,
+        position: int,
+        layer: int | None = None,
+        tokens: Sequence[str] | None = None,
+    ) -> AttentionReadout:
         """From the rows [k, 2 + heads] of `attn_weights` of the token at `position`."""
         mean = rows[:, 2:].mean(1)
         first = rows[:, 0].long()
@@ -52,7 +61,7 @@ class AttentionReadout:
             compressed = rows[:, 1] - rows[:, 0] == ratio
             chosen[first[compressed] // ratio] = True
             entries[first[compressed] // ratio] = mean[compressed]
-        return cls(ratio, int(first[0]), mean[in_window], entries, chosen, float(mean[-1]))
+        return cls(ratio, int(first[0]), mean[in_window], entries, chosen, float(mean[-1]), layer, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +74,7 @@ class AttentionPattern:
     window: torch.Tensor  # [heads, T, T]: single tokens, from query to key
     entries: torch.Tensor  # [heads, T, E]: entry e covers tokens e * ratio .. (e + 1) * ratio - 1
     sink: torch.Tensor  # [heads, T]
+    tokens: Sequence[str] | None = field(default=None, repr=False)
 
     def by_token(self) -> torch.Tensor:
         """[heads, T, T]: `window`, and the weight of every entry in equal parts on the tokens it covers."""
@@ -86,6 +96,7 @@ def attention_patterns(
     config = engine.v4_model.config
     chosen = set(parse_layers(layers).expand(config.num_hidden_layers))
     patterns: list[dict[int, AttentionPattern]] = [{} for _ in texts]
+    tokens = [engine.token_texts(ids) for ids in texts]
 
     def read(index: int, layer: int, rows: RowReader) -> None:
         if layer not in chosen:
@@ -104,7 +115,7 @@ def attention_patterns(
                 if ratio:
                     entries[:, query, first[compressed] // ratio] = weights[:, compressed]
                 sink[:, query] = weights[:, -1]
-        patterns[index][layer] = AttentionPattern(layer, ratio, window, entries, sink)
+        patterns[index][layer] = AttentionPattern(layer, ratio, window, entries, sink, tokens[index])
 
     _run(engine, texts, steer, read)
     return patterns
@@ -122,10 +133,12 @@ def attention(
             raise SiteError(f"position is {quoted(position)}, the text has {len(ids)} tokens.")
         cut.append(list(ids)[: position % len(ids) + 1])  # attention is causal: later tokens have no effect
     readouts: list[list[AttentionReadout]] = [[] for _ in cut]
+    tokens = [engine.token_texts(ids) for ids in cut]
 
     def read(index: int, layer: int, rows: RowReader) -> None:
         last = len(cut[index]) - 1
-        readouts[index].append(AttentionReadout.of(rows([last])[0], ratios[layer], last))
+        readout = AttentionReadout.of(rows([last])[0], ratios[layer], last, layer, tokens[index])
+        readouts[index].append(readout)
 
     _run(engine, cut, steer, read)
     return readouts

@@ -242,6 +242,10 @@ class AttributionBatch(Sequence[Attribution], SavedResult):
             sites=[_mean_scores(sites) for sites in zip(*(each.sites for each in self._results))],
         )
 
+    def to_json(self, k: int | None = None) -> dict[str, Any]:
+        """The mean as an attribution, and under `texts` that of every text; each with its `k` largest nodes, or all."""
+        return {**self.mean.to_json(k), "texts": [each.to_json(k) for each in self._results]}
+
     def __repr__(self) -> str:
         return f"AttributionBatch({len(self)} texts; mean {self.mean!r})"
 

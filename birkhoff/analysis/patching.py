@@ -55,10 +55,15 @@ class PatchSweep(SavedResult):
         return self.values.numel()
 
     @property
+    def spans(self) -> bool:
+        """Whether the two texts differ in the metric by more than rounding, so that there is something to recover."""
+        return abs(self.clean - self.corrupt) >= 1e-4 * max(1.0, abs(self.clean))
+
+    @property
     def recovered(self) -> torch.Tensor:
         """How far each patch moves the metric from the corrupted text (0) to the clean one (1)."""
         span = self.clean - self.corrupt
-        if abs(span) < 1e-4 * max(1.0, abs(self.clean)):  # rounding
+        if not self.spans:
             raise OptionError(
                 "the metric is the same for both texts, so nothing can be recovered. Use `values`."
             )
@@ -91,6 +96,11 @@ class PatchSweep(SavedResult):
             str(label) if texts is None else f"{label} {texts[label]!r}" for label in self.labels[last]
         ]
         return table, rows, columns
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; `values` are nested lists, one level for each axis."""
+        tensors, facts = self.file_parts()
+        return {**facts, "values": tensors["values"].tolist()}
 
     def file_parts(self) -> FileParts:
         """The values; facts: everything else, the labels in the order of the axes."""
@@ -204,6 +214,10 @@ class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
             first.tokens if same else None,
             self.passes,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The mean as a sweep, and under `pairs` the sweep of every pair."""
+        return {**self.mean.to_json(), "pairs": [sweep.to_json() for sweep in self._sweeps]}
 
     def _repr_html_(self) -> str:
         return f"<b>Mean of {len(self)} pairs.</b> " + self.mean._repr_html_()

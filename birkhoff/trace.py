@@ -53,6 +53,9 @@ class TensorsBySite(Mapping[Address, torch.Tensor]):
     def __iter__(self) -> Iterator[Address]:
         return iter(self._tensors)
 
+    def _ipython_key_completions_(self) -> list[Address]:
+        return list(self._tensors)
+
     def __len__(self) -> int:
         return len(self._tensors)
 
@@ -224,6 +227,8 @@ class TraceBatch(Sequence[Trace], SavedResult):
     def keys(self) -> list[Address]:
         """The (hook, layer) of every trace, in their order."""
         return list(self._traces[0])
+
+    _ipython_key_completions_ = keys
 
     @overload
     def __getitem__(self, key: int) -> Trace: ...

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
     "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory "
-    "hf_hub json_limits small_file result_file notebook extras",
+    "hf_hub json_limits small_file result_file notebook extras records",
     "offload",
     "model mhc",
     "decode",
@@ -39,6 +39,7 @@ SHARED = {
     "result_file",
     "notebook",
     "extras",
+    "records",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {

@@ -26,6 +26,7 @@ from birkhoff.analysis.metric import token_id
 from birkhoff.errors import OptionError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int
+from birkhoff.records import Tabular
 from birkhoff.result_file import FileParts, SavedResult
 from birkhoff.trace import Trace
 
@@ -53,7 +54,7 @@ _V4_HOOKS = (
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttribution(SavedResult):
+class LogitAttribution(SavedResult, Tabular):
     """A logit (or a difference of two) at one position as a sum of terms, in float64.
 
     `embedding` [streams], `attention` and `experts` [layers, streams]: the terms of the embedding and of the sublayers,
@@ -117,6 +118,10 @@ class LogitAttribution(SavedResult):
     def top(self, unit: str = "sublayer", k: int = 10) -> list[tuple[str, float]]:
         """The k largest terms of a unit by absolute value."""
         return sorted(self.by(unit).items(), key=lambda term: -abs(term[1]))[:k]
+
+    def records(self, unit: str = "sublayer") -> list[dict[str, Any]]:
+        """A row for each term of a unit (see `by`): its name and its value."""
+        return [{"term": name, "value": value} for name, value in self.by(unit).items()]
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the sum of the terms."""

@@ -22,6 +22,7 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
 from birkhoff.option_checks import as_int, listed
+from birkhoff.records import Tabular
 from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 from birkhoff.steering.position_rows import align_tokens
 from birkhoff.steering.resolver import per_prompt_edits
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSweep(SavedResult):
+class PatchSweep(SavedResult, Tabular):
     """The metric of every patched run. `values` has one axis for each of `axes`, whose `labels` name the entries.
 
     `clean` and `corrupt` are the metric of the two texts unpatched, `tokens` the corrupted text, `passes` the number of
@@ -97,6 +98,19 @@ class PatchSweep(SavedResult):
         ]
         return table, rows, columns
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each cell: its labels, the text of its token, the metric, and how much of it is recovered (None if
+        the metric is the same for both texts)."""
+        cells = product(*(self.labels[axis] for axis in self.axes))
+        recovered = self.recovered.flatten().tolist() if self.spans else [None] * self.cells
+        rows = []
+        for labels, value, share in zip(cells, self.values.flatten().tolist(), recovered, strict=True):
+            row = dict(zip(self.axes, labels))
+            if self.tokens is not None and "position" in row:
+                row["token"] = self.tokens[row["position"]]
+            rows.append({**row, "value": value, "recovered": share})
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         """All fields; `values` are nested lists, one level for each axis."""
         tensors, facts = self.file_parts()
@@ -129,7 +143,8 @@ class PatchSweep(SavedResult):
         return f"<b>Patch sweep</b>: {title}" + notebook.heat(moved, rows, columns, texts)
 
     def __repr__(self) -> str:
-        shape = " x ".join(f"{len(self.labels[axis])} {axis}s" for axis in self.axes) or "1 cell"
+        counts = [(len(self.labels[axis]), axis) for axis in self.axes]
+        shape = " x ".join(f"{count} {axis}{'s' if count > 1 else ''}" for count, axis in counts)
         return (
             f"PatchSweep({shape}, clean {self.clean:.4g}, corrupt {self.corrupt:.4g}, "
             f"values {self.values.min():.4g}..{self.values.max():.4g}, {self.passes} passes)"
@@ -153,7 +168,7 @@ def patch(
     return trace(engine, [ids], hooks, [[edit, *_as_list(steer)]])[0]
 
 
-class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
+class PatchSweepBatch(Sequence[PatchSweep], SavedResult, Tabular):
     """The sweeps of several pairs of texts, from one call, all with the same axes.
 
     `batch[0]` is the `PatchSweep` of the first pair, `batch.values` `[pairs, ...]` are those of all of them, and
@@ -214,6 +229,10 @@ class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
             first.tokens if same else None,
             self.passes,
         )
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of every pair's sweep, with the number of the pair."""
+        return [{"pair": pair, **row} for pair, sweep in enumerate(self._sweeps) for row in sweep.records()]
 
     def to_json(self) -> dict[str, Any]:
         """The mean as a sweep, and under `pairs` the sweep of every pair."""

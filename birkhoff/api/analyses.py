@@ -13,6 +13,7 @@ from birkhoff.analysis.attention import AttentionPattern, AttentionReadout, atte
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
 from birkhoff.analysis.attribution import Attribution, AttributionBatch
 from birkhoff.analysis.circuit import Circuit, find_circuit
+from birkhoff.analysis.contrast import contrast
 from birkhoff.analysis.forward import addresses, features, logits, texts_of, trace
 from birkhoff.analysis.gradients import Gradients
 from birkhoff.analysis.lens import Lens, compute_lens
@@ -22,8 +23,9 @@ from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.spec.validation import POINTS
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address
-from birkhoff.option_checks import check_choice
+from birkhoff.option_checks import check_choice, listed
 from birkhoff.steering.resolver import Steering, per_prompt_edits
+from birkhoff.steering.vector_file import SteeringVector
 from birkhoff.text.prompts import Prompt, is_single
 from birkhoff.trace import Trace, TraceBatch
 
@@ -382,6 +384,35 @@ class Analyses:
             for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
         ]
         return found[0] if single else found
+
+    def contrast(
+        self,
+        positive: Sequence[Prompt],
+        negative: Sequence[Prompt],
+        hook: str,
+        layers: Any = "all",
+        how: str = "mean_diff",
+        *,
+        streams: int | Sequence[int] | None = None,
+        tokens: str = "mean",
+        note: str = "",
+    ) -> SteeringVector:
+        """The difference between two sets of texts at a hook as a vector to add, which steers to the positive set:
+        `engine.generate(prompt, steer=[Add(vector, scale=2.0)])`.
+
+        `how` is mean_diff (the difference of means) or pca. A text gives the `tokens` "mean" of its rows, or its "last"
+        one. With `streams` the others are zero."""
+        return contrast(
+            self._open_engine(),
+            positive,
+            negative,
+            hook,
+            layers,
+            how,
+            streams=listed(streams),
+            tokens=tokens,
+            note=note,
+        )
 
     def feature(self, name: str, feature: int | str) -> FeatureEntry:
         """The description of one feature of an attached SAE, given by number or label: label and how it was made,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, overload
 
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.gradients import GradientScope
@@ -18,6 +18,7 @@ from birkhoff.api.capture_limits import CaptureLimits
 from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.engine_html import engine_html
 from birkhoff.api.options import signature_of
+from birkhoff.api.peer_names import PEER_METHODS
 from birkhoff.api.prompts import Captures, per_prompt
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec
 from birkhoff.capture.spec.request import Capture
@@ -28,7 +29,14 @@ from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
-from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable, UnsupportedModel
+from birkhoff.errors import (
+    BirkhoffError,
+    OptionError,
+    PromptError,
+    TextUnavailable,
+    UnsupportedModel,
+    did_you_mean,
+)
 from birkhoff.hooks.plan import Edit, Plan, SiteRows
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import check_signals
@@ -474,6 +482,13 @@ class Engine(Analyses, CaptureLimits):
 
     def _repr_html_(self) -> str:
         return engine_html(self)
+
+    if not TYPE_CHECKING:  # a type checker knows the names that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            here = PEER_METHODS.get(name)
+            hint = f" Here it is {here}." if here else did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"'Engine' object has no attribute {name!r}.{hint}", name=name, obj=self)
 
     def __enter__(self) -> Engine:
         return self

@@ -581,7 +581,7 @@ def _unit(vector: Any) -> Any:
 def _no_heads(hook: str) -> str:
     return (
         f"heads is for hooks that have the output of every head by itself, as attn_head_out of DeepSeek-V4; {hook} has "
-        "not. Leave heads out, or take heads out with AttentionEdit."
+        "not. Leave heads out, or change a part of its rows with a function: Call(fn, hook, layers)."
     )
 
 

@@ -22,7 +22,7 @@ def require(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
+        needed = f"'birkhoff-v4[{EXTRAS[package]}]'" if package in EXTRAS else package
         raise PackageMissing(
-            f"{purpose} needs the package {package}, which is not installed: "
-            f"pip install 'birkhoff-v4[{EXTRAS[package]}]'."
+            f"{purpose} needs the package {package}, which is not installed: pip install {needed}."
         ) from None

@@ -8,6 +8,7 @@ import ipaddress
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
 
 from birkhoff.errors import BirkhoffError, OptionError, quoted
 
@@ -18,6 +19,12 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 def as_int(value: object) -> int | None:
     """Return `value` as an int when it is a whole number (also a NumPy one), else None. Booleans give None."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def listed(value: Any) -> Any:
+    """A list of one number for a single whole number, where a field takes a list of them; anything else unchanged."""
+    number = as_int(value)
+    return value if number is None else [number]
 
 
 def as_float32(value: object) -> float | None:

@@ -21,12 +21,13 @@ from birkhoff.planning.plan_results import (
     frames_of,
     plan_report,
 )
+from birkhoff.records import Tabular
 
 TokenEvents = Generator[TokenEvent, None, None]
 
 
-@dataclass
-class Output:
+@dataclass(repr=False)
+class Output(Tabular):
     """The output of one request. `message` is set for chats: reasoning, content and tool calls; `text` is the content.
 
     `acts[hook, layer]` are captured rows in memory; `capture_results` has the result of each consumer; `interp` reports
@@ -109,6 +110,33 @@ class Output:
         }
         return notebook.Html(notebook.tokens(texts, values, label) + notebook.facts("", facts))
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each generated token: position, id, text, and its logprob and signals if there are any."""
+        names = dict.fromkeys(name for frame in self.signals or () for name in frame)
+        columns = {
+            name: self.values(name) for name in names if name not in ("position", "token_id", "blocks")
+        }
+        if self.logprobs is not None:
+            columns["logprob"] = self.values("logprob")
+        start, texts = len(self.prompt_token_ids), self.tokens
+        return [
+            {
+                "position": start + index,
+                "token_id": token,
+                **({} if texts is None else {"token": texts[index]}),
+                **{name: values[index] for name, values in columns.items()},
+            }
+            for index, token in enumerate(self.token_ids)
+        ]
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 80 else f"{self.text[:79]}…"
+        counts = f"{len(self.prompt_token_ids)} tokens in, {len(self.token_ids)} out"
+        more = "" if self.error is None else f", error {self.error}"
+        if not isinstance(self.acts, NoActs):
+            more += f", {self.acts!r}"
+        return f"Output({text!r}, {counts}, finished: {self.finish_reason}{more})"
+
     def _repr_html_(self) -> str:
         return str(self.show())
 
@@ -184,6 +212,10 @@ class Stream:
 
     def __iter__(self) -> Stream:
         return self
+
+    def __repr__(self) -> str:
+        state = self._request.finish_reason or "running"
+        return f"Stream({len(self._request.output_ids)} tokens so far, {state}; iterate over its events)"
 
     def __next__(self) -> TokenEvent:
         return next(self._events)

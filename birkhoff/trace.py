@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from birkhoff.hooks.site_names import Address, address_of, counterpart, follow_a
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.option_checks import as_int
 from birkhoff.result_file import FileParts, SavedResult, join_parts, site_name, site_of, split_parts
+
+Other = TypeVar("Other")
 
 
 class TensorsBySite(Mapping[Address, torch.Tensor]):
@@ -51,6 +53,9 @@ class TensorsBySite(Mapping[Address, torch.Tensor]):
     def __iter__(self) -> Iterator[Address]:
         return iter(self._tensors)
 
+    def _ipython_key_completions_(self) -> list[Address]:
+        return list(self._tensors)
+
     def __len__(self) -> int:
         return len(self._tensors)
 
@@ -61,7 +66,11 @@ class TensorsBySite(Mapping[Address, torch.Tensor]):
             else address_of(key, self.num_layers, self.streams) in self._tensors
         )
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    @overload
+    def get(self, key: Address | str, /) -> torch.Tensor | None: ...
+    @overload
+    def get(self, key: Address | str, default: torch.Tensor | Other) -> torch.Tensor | Other: ...
+    def get(self, key: Address | str, default: Other | None = None) -> torch.Tensor | Other | None:
         try:
             return self[key]
         except SiteError:
@@ -218,6 +227,8 @@ class TraceBatch(Sequence[Trace], SavedResult):
     def keys(self) -> list[Address]:
         """The (hook, layer) of every trace, in their order."""
         return list(self._traces[0])
+
+    _ipython_key_completions_ = keys
 
     @overload
     def __getitem__(self, key: int) -> Trace: ...

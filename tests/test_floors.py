@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
     "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory free_disk "
     "cgroups processors "
-    "hf_hub json_limits small_file result_file notebook extras",
+    "hf_hub json_limits small_file result_file notebook extras records",
     "offload",
     "model mhc",
     "decode",
@@ -42,6 +42,7 @@ SHARED = {
     "notebook",
     "extras",
     "cgroups",
+    "records",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {

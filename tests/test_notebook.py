@@ -17,7 +17,7 @@ from birkhoff import Capture, notebook
 from birkhoff.analysis.harvest import harvest
 from birkhoff.capture.store.reader import read_request
 from birkhoff.convert.synth import synth
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, PackageMissing
 
 VOID = {"br", "hr", "img", "progress"}
 
@@ -112,11 +112,105 @@ def test_every_result_has_a_picture(engine, tmp_path):
         (engine.lens("abc"), "depth"),
         (sweep, "layer 1"),
         (attribution, "experts[5]"),
+        (engine.attribute("abc", "x"), "nodes by gradient"),
+        (engine.attribute(["abc", "abd"], "x"), "Mean of 2 texts"),
+        (engine.attention("abc")[2], "AttentionReadout(layer 2"),
+        (engine.attention_patterns("abc", 2)[2], "token before"),
+        (output.acts["mlp_out", 1], "Rows of mlp_out[1]"),
     ]:
         shown = read(value._repr_html_())
         text = " ".join(" ".join(shown.texts).split())
         assert says.replace("4 residual streams", "residual streams 4") in text, (type(value), text)
     assert repr(engine).startswith("Engine(") and "layers, float32 on cpu" in repr(engine)
+
+
+def results_of(engine) -> dict:
+    """One of every kind of result."""
+    output = engine.generate("once", max_tokens=4, capture=Capture({"mlp_out": [1]}), logprobs=0)
+    scores = engine.attribute("abc", "x")
+    with engine.grad("mlp_out") as gradients:
+        gradients.backward(engine.logits("abc")[-1, 5])
+    batches = engine.stream_acts(["abc"], Capture({"mlp_out": [1]}))
+    return {
+        "output": output,
+        "acts": output.acts,
+        "rows": output.acts["mlp_out", 1],
+        "trace": engine.trace("abc", "mlp_out"),
+        "traces": engine.trace(["abc", "ab"], "mlp_out"),
+        "lens": engine.lens("abc"),
+        "attention": engine.attention("abc")[2],
+        "pattern": engine.attention_patterns("abc", 2)[2],
+        "sweep": engine.patch_sweep("abc", "abd", "x", "mlp_out", layers=[1, 2]),
+        "sweeps": engine.patch_sweep(["abc", "abd"], ["abd", "abc"], "x", "mlp_out", layers=1),
+        "scores": scores,
+        "several scores": engine.attribute(["abc", "abd"], "x"),
+        "node": scores.top(1)[0],
+        "circuit": engine.circuit("abc", "x", baseline="abd"),
+        "terms": engine.logit_attribution("abc"),
+        "gradients": gradients,
+        "batches": batches,
+        "batch": next(batches),
+        "stream": engine.stream("abc", max_tokens=1),
+        "modules": engine.modules,
+        "dictionaries": engine.saes,
+        "tokenizer": engine.tokenizer,
+    }
+
+
+def test_every_result_says_in_a_line_what_it_is(engine):
+    for name, value in results_of(engine).items():
+        line = repr(value)
+        assert line.startswith(f"{type(value).__name__}(") and line.endswith(")"), name
+        assert " at 0x" not in line and "tensor(" not in line and "\n" not in line and len(line) < 300, (
+            name,
+            line,
+        )
+
+
+def test_results_are_tables_for_other_libraries(engine):
+    results = results_of(engine)
+    columns = {
+        "output": ["position", "token_id", "token", "logprob"],
+        "lens": ["depth", "position", "token", "prediction", "probability", "surprise"],
+        "attention": ["from", "to", "text", "weight"],
+        "sweep": ["layer", "position", "token", "value", "recovered"],
+        "sweeps": ["pair", "layer", "position", "token", "value", "recovered"],
+        "scores": ["hook", "layer", "position", "token", "score"],
+        "several scores": ["text", "hook", "layer", "position", "token", "score"],
+        "circuit": ["hook", "layer", "position", "score", "token"],
+        "terms": ["term", "value"],
+    }
+    for name, names in columns.items():
+        result = results[name]
+        rows = result.records()
+        assert rows and all(list(row) == names for row in rows), name
+        frame = result.to_pandas()
+        assert list(frame.columns) == names and len(frame) == len(rows)
+    sweep = results["sweep"]
+    best, value = sweep.top(1)[0]
+    frame = sweep.to_pandas().set_index(["layer", "position"])
+    assert frame.loc[(best["layer"], best["position"]), "value"] == pytest.approx(value)
+    assert sum(row["value"] for row in results["terms"].records()) == pytest.approx(results["terms"].logit)
+    assert sum(row["weight"] for row in results["attention"].records()) == pytest.approx(1, abs=1e-5)
+    by_stream = engine.attribute("abc", "x", ["mlp_out", "streams"], layers=1).records()
+    assert {row["stream"] for row in by_stream if row["hook"] == "mlp_out"} == {None}
+    assert {row["stream"] for row in by_stream if row["hook"] == "mhc_streams_pre_attn"} == {0, 1, 2, 3}
+
+
+def test_a_missing_library_of_frames_is_named(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(PackageMissing, match=r"to_polars needs the package polars.*pip install polars"):
+        engine.logit_attribution("abc").to_polars()
+
+
+def test_keys_complete_in_a_notebook(engine):
+    results = results_of(engine)
+    for name in ("acts", "trace", "traces", "scores", "several scores", "gradients", "batch"):
+        keys = results[name]._ipython_key_completions_()
+        assert keys and all(results[name][key] is not None for key in keys), name
+    engine.modules["mine"] = torch.ones(64)
+    assert "mine" in engine.modules._ipython_key_completions_() and "mine" in repr(engine.modules)
+    del engine.modules["mine"]
 
 
 def test_tokens_of_an_output_are_coloured_by_a_chosen_signal(engine):

@@ -74,6 +74,56 @@ def test_attention_is_spread_over_the_tokens_of_a_block(engine, tmp_path):
         plot.attention(readouts, names[:3])
 
 
+def test_patterns_have_a_panel_for_each_head(engine, tmp_path):
+    text = "a rather long text"
+    patterns = engine.attention_patterns(text, [1, 3])
+    heads = patterns[1].sink.shape[0]
+    figure = plot.attention_patterns(patterns)
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == [f"{l}.{h}" for l in (1, 3) for h in range(heads)]
+    assert saved(figure, tmp_path).startswith(b"\x89PNG")
+    weights = np.asarray(panels[heads].images[0].get_array())
+    expected = torch.cat((patterns[3].by_token()[0], patterns[3].sink[0].unsqueeze(-1)), -1)
+    assert np.allclose(weights, expected.numpy()) and np.allclose(weights.sum(-1), 1, atol=1e-4)
+    one = plot.attention_patterns(patterns[3], heads=1)
+    names = engine.token_texts(engine.prompt_ids(text))
+    assert labels(one.axes[0].yaxis) == labels(one.axes[0].xaxis)[:-1] and len(names) + 1 == weights.shape[1]
+    assert labels(one.axes[0].xaxis)[-1] == "sink" and labels(one.axes[0].yaxis)[-1] == names[-1]
+    axes = one.axes[0]
+    assert plot.attention_patterns(patterns[1], 0, axes=axes) is one and axes.get_title() == "1.0"
+    for wrong, says in [
+        (lambda: plot.attention_patterns(patterns, heads=[99]), "this model has heads 0.."),
+        (lambda: plot.attention_patterns({}), "there are no patterns"),
+        (lambda: plot.attention_patterns(patterns, heads=[]), "these are 0 heads"),
+        (
+            lambda: plot.attention_patterns(patterns, heads=0, axes=axes),
+            "expected one, which is drawn into axes",
+        ),
+        (lambda: plot.attention_patterns(patterns, tokens=["a"]), "there are 1 tokens for"),
+    ]:
+        with pytest.raises(OptionError, match=says):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    ("ending", "start"),
+    [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF"), ("html", b"<!doctype html>")],
+)
+def test_pictures_are_saved_by_the_ending_of_the_file(tmp_path, ending, start):
+    figure = plot.steering_sweep({0.0: 1.3, 1.0: 2.4}, label="logit of happy")
+    plot.save(figure, tmp_path / f"sweep.{ending}")
+    content = (tmp_path / f"sweep.{ending}").read_bytes()
+    assert content.startswith(start)
+    if ending == "html":
+        assert (
+            content.count(b"<svg") == 1
+            and content.rstrip().endswith(b"</html>")
+            and b"http-equiv" not in content
+        )
+    with pytest.raises(OptionError, match=r"has the ending 'xyz', expected one of .*html.*png"):
+        plot.save(figure, tmp_path / "sweep.xyz")
+
+
 def test_sweeps_and_attributions(engine, tmp_path):
     sweep = engine.patch_sweep("abc", "abd", "x", ["mlp_out", "post_attn"], layers=[1, 2])
     for recovered, values in ((True, sweep.recovered), (False, sweep.values)):

@@ -53,6 +53,13 @@ class ActBatch:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def _ipython_key_completions_(self) -> list[Address]:
+        return list(self.sites)
+
+    def __repr__(self) -> str:
+        sites = ", ".join(f"{hook}[{layer}]" for hook, layer in self.sites)
+        return f"ActBatch({len(self)} rows of {len(set(self.texts.tolist()))} texts: {sites})"
+
     @property
     def positions(self) -> torch.Tensor:
         return torch.tensor(next(iter(self.sites.values())).positions)
@@ -93,6 +100,9 @@ class ActStream(Iterator[ActBatch]):
     def __next__(self) -> ActBatch:
         batch, self._position = next(self._batches)
         return batch
+
+    def __repr__(self) -> str:
+        return f"ActStream(at text {self._position.text}, row {self._position.row}; iterate over its batches)"
 
     def state(self) -> dict[str, int]:
         """Plain numbers, for a checkpoint."""

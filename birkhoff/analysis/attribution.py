@@ -8,10 +8,12 @@ from typing import Any, ClassVar, overload
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.site_names import address_of, from_tool
 from birkhoff.option_checks import check_int
+from birkhoff.records import Tabular
 from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 
 
@@ -66,8 +68,8 @@ class Agreement:
         return {"spearman": self.spearman, "overlap": self.overlap, "k": self.k, "nodes": self.nodes}
 
 
-@dataclass(frozen=True, eq=False)
-class Attribution(SavedResult):
+@dataclass(frozen=True, eq=False, repr=False)
+class Attribution(SavedResult, Tabular):
     """Scores of nodes for one metric on one text.
 
     A score estimates (method "exact": is) how much the metric falls when the node alone is moved to its baseline:
@@ -177,6 +179,41 @@ class Attribution(SavedResult):
         ]
         return cls(**{**parts.facts, "sites": sites})
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each node: hook, layer, position, the text of its token, its index (None where nodes of its kind
+        have none) and its score."""
+        axes = list(dict.fromkeys(axis for site in self.sites for axis in site.axes))
+        return [
+            {
+                "hook": node.hook,
+                "layer": node.layer,
+                "position": node.position,
+                **({} if self.tokens is None else {"token": self.tokens[node.position]}),
+                **{axis: dict(node.index).get(axis) for axis in axes},
+                "score": node.score,
+            }
+            for node in self
+        ]
+
+    def _ipython_key_completions_(self) -> list[Key]:
+        return [site.key for site in self.sites]
+
+    def _named(self, node: Node) -> str:
+        token = "" if self.tokens is None else f" {self.tokens[node.position]!r}"
+        parts = "".join(f" {axis} {number}" for axis, number in node.index)
+        return f"{node.hook}[{node.layer}]{parts} at {node.position}{token}"
+
+    def _repr_html_(self) -> str:
+        baseline = "" if self.baseline_value is None else f", baseline {self.baseline_value:.4g}"
+        title = (
+            f"{self.metric}: {self.value:.4g}{baseline}; the largest of {len(self)} nodes by {self.method}"
+        )
+        return notebook.bars([(self._named(node), node.score) for node in self.top(24)], title)
+
+    def __repr__(self) -> str:
+        largest = ", ".join(f"{self._named(node)} {node.score:+.3f}" for node in self.top(3))
+        return f"Attribution({self.metric}: {self.value:.4g}; {len(self)} nodes by {self.method}: {largest}, ...)"
+
     def to_json(self, k: int | None = None) -> dict[str, Any]:
         """JSON with the `k` largest nodes, or with all of them."""
         nodes = self.top(k) if k is not None else list(self)
@@ -192,7 +229,7 @@ class Attribution(SavedResult):
         }
 
 
-class AttributionBatch(Sequence[Attribution], SavedResult):
+class AttributionBatch(Sequence[Attribution], SavedResult, Tabular):
     """The attributions of several texts of one length, from one call.
 
     `batch[0]` is the `Attribution` of the first text, `batch[hook, layer]` `[texts, T, ...]` are the scores of all of
@@ -241,6 +278,20 @@ class AttributionBatch(Sequence[Attribution], SavedResult):
             tokens=first.tokens if same else None,
             sites=[_mean_scores(sites) for sites in zip(*(each.sites for each in self._results))],
         )
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of every text's attribution, with the number of the text."""
+        return [{"text": text, **row} for text, each in enumerate(self._results) for row in each.records()]
+
+    def _ipython_key_completions_(self) -> list[Key]:
+        return [site.key for site in self._results[0].sites]
+
+    def _repr_html_(self) -> str:
+        return f"<b>Mean of {len(self)} texts.</b> " + self.mean._repr_html_()
+
+    def to_json(self, k: int | None = None) -> dict[str, Any]:
+        """The mean as an attribution, and under `texts` that of every text; each with its `k` largest nodes, or all."""
+        return {**self.mean.to_json(k), "texts": [each.to_json(k) for each in self._results]}
 
     def __repr__(self) -> str:
         return f"AttributionBatch({len(self)} texts; mean {self.mean!r})"

@@ -33,6 +33,7 @@ from birkhoff.errors import OptionError, quoted
 from birkhoff.hooks.plan import Key
 from birkhoff.model.transformer import Transformer
 from birkhoff.option_checks import check_float, check_int
+from birkhoff.records import Tabular
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -80,7 +81,7 @@ class Faithfulness:
 
 
 @dataclass(frozen=True, eq=False)
-class Circuit:
+class Circuit(Tabular):
     """The nodes that a metric needs on one text, sorted by the size of their scores.
 
     `candidates` counts the nodes that they were chosen from: all of `hooks` at every layer and position. `random` is
@@ -134,6 +135,13 @@ class Circuit:
         return circuit_svg(self)
 
     _repr_svg_ = svg
+
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each node: hook, layer, position, the text of its token, and its score."""
+        return [
+            {**node.to_json(), **({} if self.tokens is None else {"token": self.tokens[node.position]})}
+            for node in self.nodes
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {

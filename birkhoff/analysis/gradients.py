@@ -180,6 +180,14 @@ class Gradients(Mapping[Key, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._last)
 
+    def _ipython_key_completions_(self) -> list[Key]:
+        return list(self.passes[-1]) if self.passes else []
+
+    def __repr__(self) -> str:
+        sites = list(self.passes[-1]) if self.passes else []
+        hooks = ", ".join(dict.fromkeys(hook for hook, _ in sites)) or "no gradients yet: g.backward(number)"
+        return f"Gradients({len(self.passes)} passes; {hooks})"
+
     def release(self) -> None:
         """Drop the graphs; gradients and values stay."""
         for each in self.passes:

@@ -18,6 +18,7 @@ from birkhoff import notebook
 from birkhoff.analysis.forward import trace
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.option_checks import as_int
+from birkhoff.records import Tabular
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 View = int | str  # a stream index, "mean" or "head"
 
 
-class Lens:
+class Lens(Tabular):
     """Residual streams of a text at every depth, [T, streams, d], or [T, d] without `per_stream`."""
 
     def __init__(
@@ -111,6 +112,28 @@ class Lens:
             chances.append(best.values.tolist())
             texts.append([self._text(token) for token in best.indices.tolist()])
         return chances, texts, depths
+
+    def records(self, of: View = "head") -> list[dict[str, Any]]:
+        """A row for each depth and position: the token there, the most likely next one and its probability, and the
+        surprisal of the token that follows (None at the end)."""
+        rows = []
+        for depth in range(self.depths):
+            logits = self.logits(depth, of)
+            best, losses = logits.softmax(-1).max(-1), self.surprise(depth, of).tolist()
+            for position, token in enumerate(best.indices.tolist()):
+                here = self.token_ids[position] if self.tokens is None else self.tokens[position]
+                last = position == len(self.token_ids) - 1
+                rows.append(
+                    {
+                        "depth": depth,
+                        "position": position,
+                        "token": here,
+                        "prediction": self._text(token),
+                        "probability": float(best.values[position]),
+                        "surprise": None if last else losses[position],
+                    }
+                )
+        return rows
 
     def _text(self, token: int) -> str:
         texts = None if self._decode is None else self._decode([token])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -26,11 +26,13 @@ from birkhoff.analysis.metric import token_id
 from birkhoff.errors import OptionError, SiteError, UnsupportedModel, quoted
 from birkhoff.model.block import Block
 from birkhoff.option_checks import as_int
+from birkhoff.records import Tabular
 from birkhoff.result_file import FileParts, SavedResult
 from birkhoff.trace import Trace
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.hf.model import HfModel
 
 UNITS = ("layer", "sublayer", "head", "expert", "stream")
 _V4_HOOKS = (
@@ -52,7 +54,7 @@ _V4_HOOKS = (
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttribution(SavedResult):
+class LogitAttribution(SavedResult, Tabular):
     """A logit (or a difference of two) at one position as a sum of terms, in float64.
 
     `embedding` [streams], `attention` and `experts` [layers, streams]: the terms of the embedding and of the sublayers,
@@ -116,6 +118,10 @@ class LogitAttribution(SavedResult):
     def top(self, unit: str = "sublayer", k: int = 10) -> list[tuple[str, float]]:
         """The k largest terms of a unit by absolute value."""
         return sorted(self.by(unit).items(), key=lambda term: -abs(term[1]))[:k]
+
+    def records(self, unit: str = "sublayer") -> list[dict[str, Any]]:
+        """A row for each term of a unit (see `by`): its name and its value."""
+        return [{"term": name, "value": value} for name, value in self.by(unit).items()]
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the sum of the terms."""
@@ -278,7 +284,8 @@ def _ordinary_hooks(engine: Engine) -> list[str]:
 
 
 def _ordinary_terms(engine: Engine, recorded: Trace, at: int, tokens: list[int]) -> dict[str, Any]:
-    model, count = engine.model, engine.config.num_hidden_layers
+    model = cast("HfModel", engine.model)
+    count = engine.config.num_hidden_layers
     final = recorded["final_hidden", -1][at].double()
     normed = model.norm(recorded["final_hidden", -1][at : at + 1])[0].double()
     output = model.network.get_output_embeddings()

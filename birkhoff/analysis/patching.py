@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import torch
 
 from birkhoff import notebook
-from birkhoff.analysis.forward import one_text, passes, run_texts, texts_of, trace
+from birkhoff.analysis.forward import logits, one_text, passes, run_texts, texts_of, trace
 from birkhoff.analysis.metric import ResolvedMetric, metrics_of_texts, resolve_metric
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.hooks.layers import is_list, parse_layers
 from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.site_names import refusal, select
-from birkhoff.option_checks import as_int
+from birkhoff.option_checks import as_int, listed
+from birkhoff.records import Tabular
 from birkhoff.result_file import FileParts, SavedResult, join_parts, split_parts
 from birkhoff.steering.position_rows import align_tokens
 from birkhoff.steering.resolver import per_prompt_edits
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class PatchSweep(SavedResult):
+class PatchSweep(SavedResult, Tabular):
     """The metric of every patched run. `values` has one axis for each of `axes`, whose `labels` name the entries.
 
     `clean` and `corrupt` are the metric of the two texts unpatched, `tokens` the corrupted text, `passes` the number of
@@ -55,10 +56,15 @@ class PatchSweep(SavedResult):
         return self.values.numel()
 
     @property
+    def spans(self) -> bool:
+        """Whether the two texts differ in the metric by more than rounding, so that there is something to recover."""
+        return abs(self.clean - self.corrupt) >= 1e-4 * max(1.0, abs(self.clean))
+
+    @property
     def recovered(self) -> torch.Tensor:
         """How far each patch moves the metric from the corrupted text (0) to the clean one (1)."""
         span = self.clean - self.corrupt
-        if abs(span) < 1e-4 * max(1.0, abs(self.clean)):  # rounding
+        if not self.spans:
             raise OptionError(
                 "the metric is the same for both texts, so nothing can be recovered. Use `values`."
             )
@@ -92,6 +98,24 @@ class PatchSweep(SavedResult):
         ]
         return table, rows, columns
 
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each cell: its labels, the text of its token, the metric, and how much of it is recovered (None if
+        the metric is the same for both texts)."""
+        cells = product(*(self.labels[axis] for axis in self.axes))
+        recovered = self.recovered.flatten().tolist() if self.spans else [None] * self.cells
+        rows = []
+        for labels, value, share in zip(cells, self.values.flatten().tolist(), recovered, strict=True):
+            row = dict(zip(self.axes, labels))
+            if self.tokens is not None and "position" in row:
+                row["token"] = self.tokens[row["position"]]
+            rows.append({**row, "value": value, "recovered": share})
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; `values` are nested lists, one level for each axis."""
+        tensors, facts = self.file_parts()
+        return {**facts, "values": tensors["values"].tolist()}
+
     def file_parts(self) -> FileParts:
         """The values; facts: everything else, the labels in the order of the axes."""
         facts = {
@@ -119,7 +143,8 @@ class PatchSweep(SavedResult):
         return f"<b>Patch sweep</b>: {title}" + notebook.heat(moved, rows, columns, texts)
 
     def __repr__(self) -> str:
-        shape = " x ".join(f"{len(self.labels[axis])} {axis}s" for axis in self.axes) or "1 cell"
+        counts = [(len(self.labels[axis]), axis) for axis in self.axes]
+        shape = " x ".join(f"{count} {axis}{'s' if count > 1 else ''}" for count, axis in counts)
         return (
             f"PatchSweep({shape}, clean {self.clean:.4g}, corrupt {self.corrupt:.4g}, "
             f"values {self.values.min():.4g}..{self.values.max():.4g}, {self.passes} passes)"
@@ -143,7 +168,7 @@ def patch(
     return trace(engine, [ids], hooks, [[edit, *_as_list(steer)]])[0]
 
 
-class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
+class PatchSweepBatch(Sequence[PatchSweep], SavedResult, Tabular):
     """The sweeps of several pairs of texts, from one call, all with the same axes.
 
     `batch[0]` is the `PatchSweep` of the first pair, `batch.values` `[pairs, ...]` are those of all of them, and
@@ -205,6 +230,14 @@ class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
             self.passes,
         )
 
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of every pair's sweep, with the number of the pair."""
+        return [{"pair": pair, **row} for pair, sweep in enumerate(self._sweeps) for row in sweep.records()]
+
+    def to_json(self) -> dict[str, Any]:
+        """The mean as a sweep, and under `pairs` the sweep of every pair."""
+        return {**self.mean.to_json(), "pairs": [sweep.to_json() for sweep in self._sweeps]}
+
     def _repr_html_(self) -> str:
         return f"<b>Mean of {len(self)} pairs.</b> " + self.mean._repr_html_()
 
@@ -216,7 +249,7 @@ class PatchSweepBatch(Sequence[PatchSweep], SavedResult):
 class _Pair:
     """One corrupted text, the run its patches come from, and how its cells are measured."""
 
-    run: Any
+    run: Mapping[Any, Any]
     target: list[int]
     labels: Mapping[str, Sequence[Any]]
     measure: ResolvedMetric
@@ -243,11 +276,9 @@ def patch_sweep(
     one pair of texts, or for a list of clean and a list of corrupted ones."""
     targets, single = texts_of(engine, corrupt)
     sources = [clean] if single else _clean_sources(clean, len(targets))
-    lengths = [
-        (_length(engine, source), len(target)) for source, target in zip(sources, targets, strict=True)
-    ]
+    texts = [_text_of(engine, source) for source in sources]
     if positions is not None and not single:
-        _check_lengths(lengths)
+        _check_lengths([(len(text), len(target)) for text, target in zip(texts, targets, strict=True)])
     heads = head_hook(engine) if over == "heads" else None
     sites = _sites(engine, over if heads is None else heads[0], layers)
     hooks = {hook: list(rows) for hook, rows in sites.items()}
@@ -255,20 +286,22 @@ def patch_sweep(
     metrics = [metric] if single else metrics_of_texts(metric, len(targets))
     edits = [steer] if single else per_prompt_edits(steer, len(targets))
 
-    def pair(index: int, run: Any) -> _Pair:
+    def pair(index: int, run: Mapping[Any, Any]) -> _Pair:
         target = targets[index]
+        # Captured rows have no logits: their text is run again.
+        clean_logits = run.logits if isinstance(run, Trace) else logits(engine, [texts[index]], None)[0]
         labels: dict[str, Sequence[Any]] = {"hook": list(sites)} if is_list(over) else {}
         labels["layer"] = list(next(iter(sites.values())))
-        places = _positions(positions, run.token_ids, target, align)
+        places = _positions(positions, texts[index], target, align)
         for axis, entries in (("position", places), ("stream", chosen)):
             if entries is not None:
                 labels[axis] = entries
         if heads is not None:
             labels["head"] = list(range(heads[1]))
-        before = resolve_metric(engine, metrics[index], len(run.logits), gradients=False)
+        before = resolve_metric(engine, metrics[index], len(texts[index]), gradients=False)
         measure = resolve_metric(engine, metrics[index], len(target), gradients=False)
         plain = engine.resolve(edits[index], target, 1)
-        return _Pair(run, target, labels, measure, float(before(run.logits.unsqueeze(0))), plain)
+        return _Pair(run, target, labels, measure, float(before(clean_logits.unsqueeze(0))), plain)
 
     def patched(each: _Pair, cell: Mapping[str, Any]) -> ResolvedEdit:
         hook = cell.get("hook", next(iter(sites)))
@@ -346,9 +379,20 @@ def _clean_sources(clean: Any, count: int) -> list[Any]:
     return list(clean)
 
 
-def _length(engine: Engine, source: Any) -> int:
-    run: Any = source
-    return len(run.token_ids if isinstance(source, Mapping) else one_text(engine, source, "patching"))
+def _text_of(engine: Engine, source: Any) -> list[int]:
+    """The token ids of a clean prompt or run. Captured rows have them if a site has a row of every token."""
+    if not isinstance(source, Mapping):
+        return one_text(engine, source, "patching")
+    if isinstance(source, Trace):
+        return source.token_ids
+    for rows in source.values():
+        ids = list(getattr(rows, "token_ids", ()))
+        if ids and list(rows.positions) == list(range(len(ids))):
+            return ids
+    raise PromptError(
+        f"clean is {quoted(source)}, which does not have a row of every token of its text, so its metric is not known. "
+        'Give the text itself, engine.trace(text, hooks), or rows captured at positions="all_prompt".'
+    )
 
 
 def _check_lengths(lengths: Sequence[tuple[int, int]]) -> None:
@@ -432,6 +476,7 @@ def _streams(engine: Engine, streams: Any) -> list[int] | None:
         if engine.num_streams is None:
             raise OptionError("streams is 'each', but this model has one residual. Leave streams out.")
         return list(range(engine.num_streams))
+    streams = listed(streams)
     if streams is None or is_list(streams):
         return None if streams is None else list(streams)
     raise OptionError(

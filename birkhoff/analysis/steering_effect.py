@@ -20,6 +20,7 @@ from birkhoff.steering.vector_file import SteeringVector
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
+    from birkhoff.output import Output
 
 ScoreFunction = Callable[[str], float]
 SAMPLING = {"max_tokens": 60, "temperature": 0.8, "top_k": 40}
@@ -65,10 +66,12 @@ def score_answers(
     With `losses`, only the first `losses` answers get a loss; it is NaN for the others.
     """
     prompts = [engine.encode_chat([{"role": "user", "content": request}]) for request in requests]
-    outputs = engine.generate(prompts, steer=steer, seed=seed, n=seeds, **{**SAMPLING, **sampling})
+    outputs: Sequence[Output | list[Output]] = engine.generate(
+        prompts, steer=steer, seed=seed, n=seeds, **{**SAMPLING, **sampling}
+    )
     scored: list[ScoredAnswer] = []
     for index, choices in enumerate(outputs):
-        for choice, output in enumerate(choices if seeds > 1 else [choices]):
+        for choice, output in enumerate(choices if isinstance(choices, list) else [choices]):
             with_loss = losses is None or len(scored) < losses
             loss = text_loss(engine, output.prompt_token_ids, output.token_ids) if with_loss else math.nan
             scored.append(ScoredAnswer(index, choice, output.text, measure(output.text), loss))

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 
 from birkhoff.analysis.activations_store import ActStream, iter_activations
-from birkhoff.analysis.attention import attention, attention_patterns
+from birkhoff.analysis.attention import AttentionPattern, AttentionReadout, attention, attention_patterns
 from birkhoff.analysis.attribute import MAX_BATCH_TOKENS, attribute
+from birkhoff.analysis.attribution import Attribution, AttributionBatch
 from birkhoff.analysis.circuit import Circuit, find_circuit
+from birkhoff.analysis.contrast import contrast
 from birkhoff.analysis.forward import addresses, features, logits, texts_of, trace
 from birkhoff.analysis.gradients import Gradients
-from birkhoff.analysis.lens import compute_lens
+from birkhoff.analysis.lens import Lens, compute_lens
 from birkhoff.analysis.logit_attribution import LogitAttribution, logit_attribution
-from birkhoff.analysis.patching import patch, patch_sweep
+from birkhoff.analysis.patching import PatchSweep, PatchSweepBatch, patch, patch_sweep
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.spec.validation import POINTS
-from birkhoff.option_checks import check_choice
+from birkhoff.hooks.plan import SiteRows
+from birkhoff.hooks.site_names import Address
+from birkhoff.option_checks import check_choice, listed
 from birkhoff.steering.resolver import Steering, per_prompt_edits
+from birkhoff.steering.vector_file import SteeringVector
 from birkhoff.text.prompts import Prompt, is_single
 from birkhoff.trace import Trace, TraceBatch
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.sae.feature_index import FeatureMatch
+    from birkhoff.sae.feature_probe import Feature
     from birkhoff.sae.features import FeatureEntry
+
+Result = TypeVar("Result")
+# A forward pass that was kept: a `Trace`, or captured rows (`output.acts`).
+Run = Mapping[Address, torch.Tensor] | Mapping[Address, SiteRows]
 
 
 class Analyses:
@@ -39,27 +49,49 @@ class Analyses:
         engine.check_open()
         return engine
 
-    def _each(self, prompts: Any, run: Callable[[Engine, list[Any]], list[Any]]) -> Any:
+    def _each(self, prompts: Any, run: Callable[[Engine, list[Any]], list[Result]]) -> Result | list[Result]:
         """The results of `run` for the texts of some prompts: a list of them, or one for a single prompt."""
         engine = self._open_engine()
         texts, single = texts_of(engine, prompts)
         results = run(engine, texts)
         return results[0] if single else results
 
-    def logits(self, prompts: Prompt | Sequence[Prompt], steer: Steering = None) -> Any:
+    @overload
+    def logits(self, prompts: Prompt, steer: Steering = None) -> torch.Tensor: ...  # type: ignore[overload-overlap]  # a text is a sequence of texts
+    @overload
+    def logits(self, prompts: Sequence[Prompt], steer: Steering = None) -> list[torch.Tensor]: ...
+    def logits(
+        self, prompts: Prompt | Sequence[Prompt], steer: Steering = None
+    ) -> torch.Tensor | list[torch.Tensor]:
         """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler.
 
         Prompts are texts, token ids or chat messages, as for `generate`. A list of prompts gives a list of tensors,
         each as long as its prompt: nothing is padded. `steer` is one list of edits for all prompts, or one for each."""
         return self._each(prompts, lambda engine, texts: logits(engine, texts, steer))
 
+    @overload
+    def trace(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self,
+        prompts: Prompt,
+        hooks: Any = "all",
+        steer: Steering = None,
+        capture_point: Literal["before", "after"] = "before",
+    ) -> Trace: ...
+    @overload
+    def trace(
+        self,
+        prompts: Sequence[Prompt],
+        hooks: Any = "all",
+        steer: Steering = None,
+        capture_point: Literal["before", "after"] = "before",
+    ) -> TraceBatch: ...
     def trace(
         self,
         prompts: Prompt | Sequence[Prompt],
         hooks: Any = "all",
         steer: Steering = None,
         capture_point: Literal["before", "after"] = "before",
-    ) -> Any:
+    ) -> Trace | TraceBatch:
         """One forward pass that keeps the activations of `hooks` at every position.
 
         `hooks` is "all", a name, a list of names, layers by name as in a `Capture`: `{"mlp_out": [3, -1]}`, or a
@@ -74,25 +106,47 @@ class Analyses:
         traces = trace(engine, texts, hooks, steer, capture_point)
         return traces[0] if single else TraceBatch(traces)
 
+    @overload
+    def lens(self, prompts: Prompt, per_stream: bool = True, steer: Steering = None) -> Lens: ...  # type: ignore[overload-overlap]  # a text is a sequence of texts
+    @overload
+    def lens(
+        self, prompts: Sequence[Prompt], per_stream: bool = True, steer: Steering = None
+    ) -> list[Lens]: ...
     def lens(
         self, prompts: Prompt | Sequence[Prompt], per_stream: bool = True, steer: Steering = None
-    ) -> Any:
+    ) -> Lens | list[Lens]:
         """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer.
 
         Returns a `Lens`, or a list of them for a list of prompts."""
         return self._each(prompts, lambda engine, texts: compute_lens(engine, texts, per_stream, steer))
 
+    @overload
+    def attention(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompts: Prompt, position: int = -1, steer: Steering = None
+    ) -> list[AttentionReadout]: ...
+    @overload
+    def attention(
+        self, prompts: Sequence[Prompt], position: int = -1, steer: Steering = None
+    ) -> list[list[AttentionReadout]]: ...
     def attention(
         self, prompts: Prompt | Sequence[Prompt], position: int = -1, steer: Steering = None
-    ) -> Any:
+    ) -> list[AttentionReadout] | list[list[AttentionReadout]]:
         """Attention weights of one token by layer: single tokens, compressed blocks, the sink.
 
         Returns a list of `AttentionReadout`, one per layer; for a list of prompts, such a list for each."""
         return self._each(prompts, lambda engine, texts: attention(engine, texts, position, steer))
 
+    @overload
+    def attention_patterns(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompts: Prompt, layers: Any = "all", steer: Steering = None
+    ) -> dict[int, AttentionPattern]: ...
+    @overload
+    def attention_patterns(
+        self, prompts: Sequence[Prompt], layers: Any = "all", steer: Steering = None
+    ) -> list[dict[int, AttentionPattern]]: ...
     def attention_patterns(
         self, prompts: Prompt | Sequence[Prompt], layers: Any = "all", steer: Steering = None
-    ) -> Any:
+    ) -> dict[int, AttentionPattern] | list[dict[int, AttentionPattern]]:
         """Attention weights of every head and token, `{layer: AttentionPattern}`; for a list of prompts, one such
         mapping for each.
 
@@ -124,9 +178,37 @@ class Analyses:
         options = {"where": where, "align": align, "streams": streams, "scale": scale}
         return patch(engine, prompt, source, hook, layers, hooks, steer, options)
 
+    @overload
     def patch_sweep(
         self,
-        clean: Any,
+        clean: Prompt | Run,
+        corrupt: Prompt,
+        metric: Any,
+        over: str | Sequence[str],
+        *,
+        layers: Any = "all",
+        positions: Any = "each",
+        streams: Any = None,
+        align: str = "position",
+        steer: Steering = None,
+    ) -> PatchSweep: ...
+    @overload
+    def patch_sweep(
+        self,
+        clean: Sequence[Prompt | Run],
+        corrupt: Sequence[Prompt],
+        metric: Any,
+        over: str | Sequence[str],
+        *,
+        layers: Any = "all",
+        positions: Any = "each",
+        streams: Any = None,
+        align: str = "position",
+        steer: Steering = None,
+    ) -> PatchSweepBatch: ...
+    def patch_sweep(
+        self,
+        clean: Prompt | Run | Sequence[Prompt | Run],
         corrupt: Prompt | Sequence[Prompt],
         metric: Any,
         over: str | Sequence[str],
@@ -136,7 +218,7 @@ class Analyses:
         streams: Any = None,
         align: str = "position",
         steer: Steering = None,
-    ) -> Any:
+    ) -> PatchSweep | PatchSweepBatch:
         """Patch activations of `clean` into `corrupt`, one site at a time, and measure every run: a `PatchSweep`.
 
         Two lists of as many texts give a `PatchSweepBatch`: the sweep of every pair, and their mean. All texts have the
@@ -147,8 +229,9 @@ class Analyses:
         each hook, each of `layers` and each of `positions` ("each", a list, or None for all positions together); with
         `streams` ("each" or a list) also for each stream.
         `metric` is a token (a text or an id): its logit at the end; two tokens: the difference of their logits; or a
-        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks. Cells run
-        side by side: the sweep takes as many passes as its tokens fill."""
+        function that takes the logits [T, vocab] and returns a number. `clean` may be a `Trace` of the hooks, or
+        `output.acts` with the rows of all tokens of a text, which is run once more for its metric. Cells run side by
+        side: the sweep takes as many passes as its tokens fill."""
         engine = self._open_engine()
         return patch_sweep(engine, clean, corrupt, metric, over, layers, positions, streams, align, steer)
 
@@ -164,6 +247,38 @@ class Analyses:
         with engine.gradients.opened(recorded) as gradients:
             yield gradients
 
+    @overload
+    def attribute(
+        self,
+        prompt: Prompt,
+        metric: Any,
+        over: str | Sequence[str] = "sublayers",
+        *,
+        layers: Any = "all",
+        baseline: Any = None,
+        method: str = "gradient",
+        steps: int = 16,
+        steer: Steering = None,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        recompute: bool | None = None,
+        max_exact_nodes: int | None = None,
+    ) -> Attribution: ...
+    @overload
+    def attribute(
+        self,
+        prompt: Sequence[Prompt],
+        metric: Any,
+        over: str | Sequence[str] = "sublayers",
+        *,
+        layers: Any = "all",
+        baseline: Any = None,
+        method: str = "gradient",
+        steps: int = 16,
+        steer: Steering = None,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        recompute: bool | None = None,
+        max_exact_nodes: int | None = None,
+    ) -> AttributionBatch: ...
     def attribute(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -178,7 +293,7 @@ class Analyses:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         recompute: bool | None = None,
         max_exact_nodes: int | None = None,
-    ) -> Any:
+    ) -> Attribution | AttributionBatch:
         """Score parts of the model by how much they contribute to a metric on a text: an `Attribution`.
 
         Several prompts of one length give an `AttributionBatch`: the scores of every text, and their mean. `metric`,
@@ -226,6 +341,26 @@ class Analyses:
         engine = self._open_engine()
         return logit_attribution(engine, prompt, token, position, steer)
 
+    @overload
+    def features(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self,
+        prompts: Prompt,
+        name: str,
+        k: int = 10,
+        at: tuple[str, int] | str | None = None,
+        steer: Steering = None,
+        order: Literal["specific", "strength"] | None = None,
+    ) -> list[list[Feature]]: ...
+    @overload
+    def features(
+        self,
+        prompts: Sequence[Prompt],
+        name: str,
+        k: int = 10,
+        at: tuple[str, int] | str | None = None,
+        steer: Steering = None,
+        order: Literal["specific", "strength"] | None = None,
+    ) -> list[list[list[Feature]]]: ...
     def features(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -234,7 +369,7 @@ class Analyses:
         at: tuple[str, int] | str | None = None,
         steer: Steering = None,
         order: Literal["specific", "strength"] | None = None,
-    ) -> Any:
+    ) -> list[list[Feature]] | list[list[list[Feature]]]:
         """The k first active features of every token of a text, from an attached SAE.
 
         `order` is "strength" or "specific": activation times -log(density), so that features which are active almost
@@ -249,6 +384,35 @@ class Analyses:
             for prompt, edits in zip(each, per_prompt_edits(steer, len(each)))
         ]
         return found[0] if single else found
+
+    def contrast(
+        self,
+        positive: Sequence[Prompt],
+        negative: Sequence[Prompt],
+        hook: str,
+        layers: Any = "all",
+        how: str = "mean_diff",
+        *,
+        streams: int | Sequence[int] | None = None,
+        tokens: str = "mean",
+        note: str = "",
+    ) -> SteeringVector:
+        """The difference between two sets of texts at a hook as a vector to add, which steers to the positive set:
+        `engine.generate(prompt, steer=[Add(vector, scale=2.0)])`.
+
+        `how` is mean_diff (the difference of means) or pca. A text gives the `tokens` "mean" of its rows, or its "last"
+        one. With `streams` the others are zero."""
+        return contrast(
+            self._open_engine(),
+            positive,
+            negative,
+            hook,
+            layers,
+            how,
+            streams=listed(streams),
+            tokens=tokens,
+            note=note,
+        )
 
     def feature(self, name: str, feature: int | str) -> FeatureEntry:
         """The description of one feature of an attached SAE, given by number or label: label and how it was made,

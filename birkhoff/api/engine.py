@@ -7,31 +7,37 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast, overload
 
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.gradients import GradientScope
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.analyses import Analyses
 from birkhoff.api.answer_form import AnswerForm
-from birkhoff.api.call_sampling import CallSampling
+from birkhoff.api.call_sampling import CallSampling, ChatKwargs, GenerateKwargs
+from birkhoff.api.capture_limits import CaptureLimits
 from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.engine_html import engine_html
 from birkhoff.api.options import signature_of
+from birkhoff.api.peer_names import PEER_METHODS
 from birkhoff.api.prompts import Captures, per_prompt
-from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
-from birkhoff.capture.sinks.consumer import Consumer
-from birkhoff.capture.sinks.dispatcher import Counters
-from birkhoff.capture.spec.estimate import Estimate
-from birkhoff.capture.spec.projections import Projections
+from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec
 from birkhoff.capture.spec.request import Capture
 from birkhoff.config import ModelConfig
 from birkhoff.dtype_names import dtype_name
+from birkhoff.engine.language_model import LanguageModel
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.request_loop import RequestLoop
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
-from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable, UnsupportedModel
+from birkhoff.errors import (
+    BirkhoffError,
+    OptionError,
+    PromptError,
+    TextUnavailable,
+    UnsupportedModel,
+    did_you_mean,
+)
 from birkhoff.hooks.plan import Edit, Plan, SiteRows
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.signals import check_signals
@@ -39,8 +45,10 @@ from birkhoff.hooks.site_names import Address
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream
 from birkhoff.planning.request_planner import RequestPlanner
+from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.resolver import Attachment, split_edits
 from birkhoff.steering.modules import NamedVectors
+from birkhoff.steering.request_edit import RequestEdit
 from birkhoff.steering.resolver import Steering, per_prompt_edits
 from birkhoff.steering.tiers import WireEdit
 from birkhoff.text.chat_format import AnswerOptions, ChatFormat, Tools
@@ -51,7 +59,7 @@ from birkhoff.text.tokenizer import Tokenizer, plain_ids
 PLAIN_TEXT = AnswerForm()
 
 
-class Engine(Analyses):
+class Engine(Analyses, CaptureLimits):
     """A loaded model. A context manager: leaving the `with` block closes it."""
 
     def __init__(
@@ -95,7 +103,7 @@ class Engine(Analyses):
         return self._texts
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LanguageModel:
         """The differentiable model itself, for gradients and attribution: `engine.model(token_ids)`. A `Transformer`
         for DeepSeek-V4, an `HfModel` for a model that runs through Transformers."""
         return self._core.model
@@ -175,11 +183,11 @@ class Engine(Analyses):
         """The edits of one prompt, global ones included, resolved against this model. Immutable: choices share them."""
         return self._planner.edits(steer, ids, max_tokens)
 
-    def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
+    def edits_from_json(self, fields: Mapping[str, Any]) -> list[RequestEdit | SaeSet | SaeReconstruct]:
         """Parse and check the edits of request fields: `interventions`, `steering_vectors` …; errors name the field."""
         return self._steering.from_wire(fields)
 
-    def request_edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
+    def request_edits_from_json(self, fields: Mapping[str, Any]) -> list[WireEdit | SaeSet | SaeReconstruct]:
         """Like `edits_from_json`, for `requests`: edits are checked when the request resolves them, and not twice."""
         return self._steering.parse_wire(fields)
 
@@ -192,6 +200,18 @@ class Engine(Analyses):
         """Captured rows by name, for patches that name a run: `engine.runs["clean"] = output.acts`."""
         return self._steering.runs
 
+    @overload
+    def generate(self, prompts: Prompt, **options: Unpack[GenerateKwargs]) -> Output: ...  # type: ignore[overload-overlap]  # a text is a sequence of texts
+    @overload
+    def generate(self, prompts: Sequence[Prompt], **options: Unpack[GenerateKwargs]) -> list[Output]: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompts: Prompt, *, n: int | None, **options: Unpack[GenerateKwargs]
+    ) -> Output | list[Output]: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, n: int | None, **options: Unpack[GenerateKwargs]
+    ) -> list[Output] | list[list[Output]]: ...
     @signature_of(SamplingParams)
     def generate(
         self,
@@ -203,7 +223,7 @@ class Engine(Analyses):
         signals: Any = None,
         baseline: bool = False,
         **sampling: Unpack[SamplingKwargs],
-    ) -> Any:
+    ) -> Output | list[Output] | list[list[Output]]:
         """Generate text after each prompt.
 
         Returns an `Output` for one prompt and a list for a list of prompts; with `n` > 1 each output becomes a list of
@@ -212,7 +232,10 @@ class Engine(Analyses):
         (`hooks/signals.py`). With `baseline` every output also has its unsteered twin, from the same seed and batch, as
         `output.baseline`."""
         resolved = CallSampling.of(params, sampling)
-        return self._generate(prompts, resolved, capture, steer, None, signals, baseline)
+        outputs: Output | list[Output] | list[list[Output]] = self._generate(
+            prompts, resolved, capture, steer, None, signals, baseline
+        )
+        return outputs
 
     def _generate(
         self,
@@ -291,6 +314,12 @@ class Engine(Analyses):
             )
         return self._chat
 
+    @overload
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatKwargs]) -> Output: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, n: int | None, **options: Unpack[ChatKwargs]
+    ) -> Output | list[Output]: ...
     @signature_of(SamplingParams)
     def chat(
         self,
@@ -305,11 +334,14 @@ class Engine(Analyses):
         signals: Any = None,
         baseline: bool = False,
         **sampling: Unpack[SamplingKwargs],
-    ) -> Any:
+    ) -> Output | list[Output]:
         """`generate` through the model's chat format; `output.message` separates reasoning, content and tool calls."""
         resolved = CallSampling.of(params, sampling)
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
-        return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline, tools)
+        outputs: Output | list[Output] = self._generate(
+            prompt, resolved, capture, steer, thinking, signals, baseline, tools
+        )
+        return outputs
 
     @signature_of(SamplingParams)
     def stream(
@@ -354,56 +386,6 @@ class Engine(Analyses):
             self._core.process_cancellations()
 
     @property
-    def projections(self) -> Projections:
-        """Named matrices that captures can multiply rows with: `engine.projections["probe"] = matrix`."""
-        return self._capture_planner.rules.projections
-
-    @property
-    def capture_max_request_bytes(self) -> int | None:
-        """Maximum bytes that the captures of one request may store; None for no limit."""
-        return self._capture_planner.rules.max_request_bytes
-
-    @capture_max_request_bytes.setter
-    def capture_max_request_bytes(self, limit: int | None) -> None:
-        self._capture_planner.rules.max_request_bytes = limit
-
-    @property
-    def capture_inline_max_bytes(self) -> int | None:
-        """Maximum bytes of the rows in `output.acts`; None for no limit beyond `capture_max_request_bytes`."""
-        return self._capture_planner.rules.max_inline_bytes
-
-    @capture_inline_max_bytes.setter
-    def capture_inline_max_bytes(self, limit: int | None) -> None:
-        self._capture_planner.rules.max_inline_bytes = limit
-
-    @property
-    def capture_rules(self) -> CaptureRules:
-        """Capture limits and projections, for another planner that shares them."""
-        return self._capture_planner.rules
-
-    def estimate(
-        self, capture: CaptureRequestSpec, prompt: Prompt, max_tokens: int = 1
-    ) -> dict[str, Estimate]:
-        """Upper bound of what a capture would store, by consumer, without running the model."""
-        return self._capture_planner.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
-
-    def add_consumer(self, name: str, consumer: Consumer) -> None:
-        """Register a consumer of captured rows: `capture={name: {"hooks": …}}`. It is shut down with the engine."""
-        self._capture_planner.add_consumer(name, consumer)
-
-    @property
-    def capture_roots(self) -> dict[str, Path]:
-        """Directory of every consumer that writes files, by consumer name."""
-        return self._capture_planner.file_roots
-
-    def device_captures(self) -> CapturePlanner | None:
-        """A planner with this engine's limits for rows that stay on the device; None if other processes have them."""
-        if type(self._capture_planner) is not CapturePlanner:
-            return None
-        layers = self.config.num_hidden_layers
-        return CapturePlanner(self.schema, layers, self.name, rules=self.capture_rules, on_device=True)
-
-    @property
     def max_requests(self) -> int:
         """Maximum number of requests that run at once."""
         return self._core.max_requests
@@ -424,11 +406,6 @@ class Engine(Analyses):
     def reuse(self) -> dict[str, Any]:
         """Statistics of the prefix cache and of speculation since the engine was loaded."""
         return self._core.reuse()
-
-    @property
-    def capture_counters(self) -> dict[str, Counters]:
-        """Rows submitted, delivered and dropped since the engine was loaded, by capture consumer."""
-        return self._capture_planner.queue_counters
 
     @property
     def placement(self) -> dict[str, Any] | None:
@@ -508,6 +485,13 @@ class Engine(Analyses):
 
     def _repr_html_(self) -> str:
         return engine_html(self)
+
+    if not TYPE_CHECKING:  # a type checker knows the names that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            here = PEER_METHODS.get(name)
+            hint = f" Here it is {here}." if here else did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"'Engine' object has no attribute {name!r}.{hint}", name=name, obj=self)
 
     def __enter__(self) -> Engine:
         return self

@@ -72,7 +72,7 @@ class CapturingEngine(OurEngine):
         capture: Capture | None,
         root: Path | None,
     ):
-        super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
+        super().__init__(engine.v4_model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name = name
         self._capture = capture
         self.prompt_tokens = setting.prompt_tokens
@@ -81,7 +81,7 @@ class CapturingEngine(OurEngine):
             engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block"
         )
         if name == "plain":
-            self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
+            self.core.runner = UntappedRunner(engine.v4_model, self.core.runner.state)
 
     def _plan(self, index: int, ids: Tokens) -> Plan | None:
         if self._capture is None:

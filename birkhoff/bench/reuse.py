@@ -79,7 +79,7 @@ def bench_reuse(
             progress(done, 4 * (setting.rounds + 1))
 
     with birkhoff.load(model, device="cpu", max_requests=1) as engine, torch_threads(setting.threads):
-        if engine.model.mtp is None:
+        if engine.v4_model.mtp is None:
             raise OptionError(
                 f"{model} has no MTP block, so there is nothing to guess with. Measure another checkpoint."
             )
@@ -121,7 +121,7 @@ def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[],
     milliseconds: dict[str, list[float]] = {"cold": [], "warm": [], "disk": []}
     cached, same_tokens = 0, True
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder:
-        name = model_identity(engine.model)
+        name = model_identity(engine.v4_model)
         warm = _core(
             engine, max_context, prefix_bytes=PREFIX_BYTES, files=PageFiles(folder, name, PREFIX_BYTES)
         )

@@ -93,11 +93,11 @@ class SteeredEngine(OurEngine):
         name: str,
         plan: Callable[[int, Tokens], Plan | None],
     ):
-        super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
+        super().__init__(engine.v4_model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name = name
         self._make_plan = plan
         if name == "plain":
-            self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
+            self.core.runner = UntappedRunner(engine.v4_model, self.core.runner.state)
 
     def _plan(self, index: int, ids: Tokens) -> Plan | None:
         return self._make_plan(index, ids)
@@ -183,7 +183,7 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
 
         return plan
 
-    saes = SaeResolver(engine.schema, layers, engine.model.embed.device)
+    saes = SaeResolver(engine.schema, layers, engine.v4_model.embed.device)
     saes.attach("sae", _dictionary(engine), "delta", list(range(SET)))
 
     def features(index: int, ids: Tokens) -> Plan:
@@ -223,7 +223,7 @@ def _dictionary(engine: birkhoff.Engine) -> Sae:
 
 def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
     """Reconstruction at a site compared with the encoder and decoder products of the same rows, alternating."""
-    saes = SaeResolver(engine.schema, engine.config.num_hidden_layers, engine.model.embed.device)
+    saes = SaeResolver(engine.schema, engine.config.num_hidden_layers, engine.v4_model.embed.device)
     sae = _dictionary(engine)
     saes.attach("full", sae, "full")
     (edit,) = saes.edits([SaeReconstruct("full")], [0] * 8, 2)

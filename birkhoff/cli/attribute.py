@@ -1,7 +1,7 @@
 """`birkhoff attribute TEXT` and `birkhoff circuit TEXT`: which parts of the model a prediction depends on.
 
 Both print a table, or JSON with --json. The metric is the logit of --token, minus that of --other if given, at the end
-of the text or at --position."""
+of the text or at --position. `attribute --pairs FILE` takes several texts and prints their mean."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from birkhoff.cli.generate import read_prompt
 from birkhoff.cli.options import shared_options, split_options
 from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer
 from birkhoff.cli.terminal import escape_control
+from birkhoff.cli.text_pairs import Other, Pairs, Position, TextPairs, Token, metric_of
+from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
     from birkhoff.analysis.attribution import Node
     from birkhoff.api.engine import Engine
 
-Text = Annotated[str, typer.Argument(help="Text to explain; - reads it from standard input.")]
-Token = Annotated[str, typer.Option(help="Token whose logit is explained: its text, or id:NUMBER.")]
-Other = Annotated[str | None, typer.Option(help="Token whose logit is subtracted.")]
-Position = Annotated[int, typer.Option(help="Position of the prediction; negative ones count from the end.")]
+Text = Annotated[
+    str | None, typer.Argument(help="Text to explain; - reads it from standard input.", show_default=False)
+]
 Baseline = Annotated[
     str, typer.Option(help="What parts are moved to: zero, mean, or a text of the same number of tokens.")
 ]
@@ -45,12 +46,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _explains(verb: Callable[..., None]) -> Callable[..., None]:
     """Adds the options that say what is explained and how. The command gets the engine, the text, the keywords of
-    `engine.attribute` and `engine.circuit`, whether to print JSON, and its own options."""
+    `engine.attribute` and `engine.circuit`, whether to print JSON, and its own options. One that has `pairs` gets the
+    texts of that file as a list, and their metrics and baselines."""
     own = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
     def command(
-        text: Text,
-        token: Token,
+        text: Text = None,
+        token: Token = None,
         other: Other = None,
         position: Position = -1,
         over: Over = None,
@@ -64,19 +66,36 @@ def _explains(verb: Callable[..., None]) -> Callable[..., None]:
         given = {p.name: options.pop(p.name) for p in own}
         load_options, _ = split_options(options)
         parsed = parse_steer(steer)
-        text = read_prompt(text)
+        file = given.pop("pairs", None)
+        if (text is None) == (file is None):
+            raise OptionError("give a TEXT, or several with --pairs FILE.")
+        prompt: Any = None
+        metric: Any = None
+        compared: Any = baseline
+        if file is not None:
+            pairs = TextPairs.read(file, token, other, position)
+            prompt, metric = pairs.clean, pairs.metrics
+            if pairs.corrupt is not None:
+                if baseline != "zero":
+                    raise OptionError(f"{file} has corrupted texts as baselines. Leave --baseline out.")
+                compared = pairs.corrupt
+        elif text is not None:
+            prompt, metric = read_prompt(text), metric_of(token, other, position)
         with open_engine(load_options) as engine:
             keywords = {
-                "metric": _metric(token, other, position),
+                "metric": metric,
                 "over": _attached(engine, over),
-                "baseline": baseline,
+                "baseline": compared,
                 "method": method,
                 "steps": steps,
                 "steer": load_vectors(parsed, engine) or None,
             }
-            verb(engine, text, keywords, json, **given)
+            verb(engine, prompt, keywords, json, **given)
 
     *shared, rest = inspect.signature(command).parameters.values()
+    if not any(p.name == "pairs" for p in own):
+        required = {"text", "token"}
+        shared = [p.replace(default=p.empty) if p.name in required else p for p in shared]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*(p.replace(kind=p.KEYWORD_ONLY) for p in shared), *own, rest]
     )
@@ -88,17 +107,23 @@ def _explains(verb: Callable[..., None]) -> Callable[..., None]:
 @_explains
 def attribute(
     engine: Engine,
-    text: str,
+    text: str | list[str],
     keywords: dict[str, Any],
     json: bool,
     *,
+    pairs: Pairs = None,
     top: Annotated[int, typer.Option(help="Number of parts to print.")] = 20,
 ) -> None:
     """Score parts of the model by how much a prediction depends on them."""
-    result = engine.attribute(text, **keywords)
+    from birkhoff.analysis.attribution import Attribution
+
+    scores = engine.attribute(text, **keywords)
     if json:
-        typer.echo(json_module.dumps(result.to_json(top)))
+        typer.echo(json_module.dumps(scores.to_json(top)))
         return
+    result = scores if isinstance(scores, Attribution) else scores.mean
+    if not isinstance(scores, Attribution):
+        typer.echo(f"mean of {len(scores)} texts", err=True)
     typer.echo(f"{escape_control(result.metric)}: {result.value:.4f}", err=True)
     _print_nodes(result.top(top), result.tokens)
 
@@ -129,17 +154,6 @@ def circuit(
     for edge in found.edges:
         names = " -> ".join(_place(end, found.tokens) for end in (edge.source, edge.target))
         typer.echo(f"{edge.score:+9.4f}  stream {edge.stream}  {names}")
-
-
-def _metric(token: str, other: str | None, position: int) -> dict[str, Any]:
-    """`id:NUMBER` is a token id, everything else the text of a token."""
-
-    def parsed(value: str) -> int | str:
-        number = value.removeprefix("id:")
-        return int(number) if value.startswith("id:") and number.isdigit() else value
-
-    metric: dict[str, Any] = {"token": parsed(token), "position": position}
-    return metric if other is None else metric | {"other": parsed(other)}
 
 
 def _attached(engine: Engine, over: list[str] | None) -> list[str]:

@@ -145,7 +145,7 @@ def active(
     load_options, _ = split_options(options)
     with open_engine(load_options, MAX_REQUESTS) as engine, engine.attach("sae", directory):
         rows = engine.features(text, "sae", k, order=order)
-        tokens = engine.trace(text, []).tokens
+        tokens = engine.trace(text, []).tokens or []  # a text has been encoded, so there is a tokenizer
     for token, features in zip(tokens[-len(rows) :], rows):
         if json:
             shown = [feature.to_json() for feature in features]

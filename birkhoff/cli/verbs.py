@@ -23,6 +23,7 @@ from birkhoff.cli.convert import convert
 from birkhoff.cli.export import export
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
+from birkhoff.cli.patch_sweep import patch_sweep
 from birkhoff.cli.pull import pull
 from birkhoff.cli.report import report
 from birkhoff.cli.sae import app as sae
@@ -61,6 +62,7 @@ app.command()(export)
 app.command()(report)
 app.command()(attribute)
 app.command()(circuit)
+app.command("patch-sweep")(patch_sweep)
 app.command()(convert)
 app.command()(validate)
 app.command()(inspect)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,17 @@ class LanguageModel(Protocol):
 
     def __call__(self, token_ids: torch.Tensor, tap: Tap = ...) -> torch.Tensor:
         """Next-token logits at every position of one text [T], float32 [T, vocab]."""
+        ...
+
+    def run_texts(
+        self, texts: Sequence[Sequence[int]], tap: Callable[[Sequence[int]], Tap]
+    ) -> list[torch.Tensor]:
+        """Several whole texts in one pass -> normed residuals [T, d] of each; `tap` is called with the row of each
+        text's first token."""
+        ...
+
+    def merge_streams(self, streams: torch.Tensor) -> torch.Tensor:
+        """What the head makes of residual streams [..., m, d], for a model that has several."""
         ...
 
     def norm(self, residual: torch.Tensor) -> torch.Tensor:

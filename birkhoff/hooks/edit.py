@@ -155,11 +155,11 @@ class SiteEdit:
 
     @cached_property
     def operand(self) -> torch.Tensor:
-        """The vector as `edit_rows` takes it: float32, and a unit vector for an add that matches norms. Kept for later
-        passes with gradients, which refuse tensors that were made in inference mode."""
+        """The vector as `edit_rows` takes it: float32, and for an add that matches norms every row of it a unit vector.
+        Kept for later passes with gradients, which refuse tensors that were made in inference mode."""
         with torch.inference_mode(False), torch.no_grad():
             vector = self.vector.float()
-            return vector / vector.norm() if self.norm_match else vector
+            return vector / row_sum(vector * vector).sqrt() if self.norm_match else vector
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Layer selectors of requests, as plain data.
 
-    "all"    [3, 10, -1]    {"layers": [...], "ranges": [[a, b], ...]}    {"every": 4, "from": 0}
+    "all"    3    [3, 10, -1]    {"layers": [...], "ranges": [[a, b], ...]}    {"every": 4, "from": 0}
 
 Ranges include both ends; negative layers count from the end; the result is sorted without duplicates. Parsing
 checks what does not depend on the model; `check` and `expand` check the rest against the number of layers. Errors
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birkhoff.errors import SelectorError, quoted
-from birkhoff.option_checks import as_int
+from birkhoff.option_checks import as_int, listed
 
 _FORMS = (
     '"all", a list of layers, {"layers": [...], "ranges": [[first, last], ...]} or {"every": k, "from": j}'
@@ -82,7 +82,9 @@ ALL_LAYERS = LayerSelector(every=1)
 
 
 def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
-    """Parse a selector. Checks that need the number of layers are made by `check` and `expand`."""
+    """Parse a selector; one layer stands for a list of it. Checks that need the number of layers are made by `check`
+    and `expand`."""
+    value = listed(value)
     check_layers_form(value, path)
     if isinstance(value, LayerSelector):
         return value
@@ -101,7 +103,8 @@ def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
 
 
 def check_layers_form(value: Any, path: str = "layers") -> None:
-    """Refuse values that do not have the form of a selector, without checking their numbers."""
+    """Refuse values that do not have the form of a selector on the wire, without checking their numbers. A bare number
+    has not: `capture` of a request names layers in a list."""
     if isinstance(value, str):
         if value != "all":
             raise SelectorError(f"is {quoted(value)}, expected {_FORMS}.", path, "form")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.hooks.call_use import CallUse
 from birkhoff.hooks.digest import DigestPart, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
@@ -95,6 +96,22 @@ class SiteRows:
 
     def __len__(self) -> int:
         return int(self.tensor.shape[0])
+
+    def __repr__(self) -> str:
+        shape, dtype = list(self.tensor.shape), str(self.tensor.dtype).removeprefix("torch.")
+        places = list(self.positions)
+        shown = f"positions {places[0]}..{places[-1]}" if len(places) > 1 else f"positions {places}"
+        return f"SiteRows({self.hook}[{self.layer}], tensor {shape} {dtype}, {shown})"
+
+    def _repr_html_(self) -> str:
+        return notebook.facts(
+            f"Rows of {self.hook}[{self.layer}]",
+            {
+                "tensor": f"{list(self.tensor.shape)} {str(self.tensor.dtype).removeprefix('torch.')}",
+                "positions": list(self.positions),
+                "token_ids": list(self.token_ids),
+            },
+        )
 
 
 def _unpickled(

@@ -88,6 +88,13 @@ _INSTEAD_ON_V4 = {
     "mlp_out": "mlp_out",
     "z": "attn_head_out",
 }
+# What to call instead of reading a hook that HookedTransformer has.
+_ELSEWHERE = {
+    "pattern": "Attention weights: engine.attention_patterns(text, layers).",
+    "attn_scores": "Attention weights: engine.attention_patterns(text, layers).",
+    "embed": "What enters the first layer is mhc_streams_pre_attn[0], or pre_attn[0] of an ordinary model.",
+    "pos_embed": "Positions are rotary: there is no embedding of them to read.",
+}
 _V4 = {name: hook for table in TOOLS.values() for hook, name in table.items()}
 
 
@@ -108,6 +115,8 @@ def counterpart(name: str, streams: bool | None = None) -> str:
     has, or both if `streams` is None; nothing for any other name."""
     match = re.fullmatch(r"(?:blocks\.\d{1,5}\.)?(?:attn\.)?(?:hook_)?([a-z_]+)", name, re.ASCII)
     hook = _INSTEAD_ON_V4.get(match[1]) if match else None
+    if match is not None and match[1] in _ELSEWHERE:
+        return f" {_ELSEWHERE[match[1]]}"
     if match is None or hook is None:
         return ""
     mixed = ", the four residual streams" if hook.startswith("mhc_streams") else ""

@@ -330,6 +330,8 @@ def _bias(value: Any, width: int) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] != width == x.shape[-2] * x.shape[-1]:
+        x = x.flatten(-2)  # streams [..., m, d] of a dictionary of all of them
     if not isinstance(x, torch.Tensor) or x.ndim < 1 or x.shape[-1] != width:
         seen = f"rows of {x.shape[-1]}" if isinstance(x, torch.Tensor) and x.ndim else quoted(x)
         raise SaeError(f"got {seen}, this dictionary works on tensors whose last dimension is {width}.")

@@ -25,6 +25,7 @@ from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import bind
+from birkhoff.option_checks import listed
 from birkhoff.sae.clamps import FeatureClamp, parse_clamp, resolve_clamps
 from birkhoff.sae.registry import Attached, SaeRegistry, Written
 from birkhoff.sae.splice import SaeUse
@@ -61,7 +62,7 @@ class _SaeEdit:
             if value not in allowed:
                 raise SaeError(f"{field_} is {quoted(value)}, expected one of {', '.join(allowed)}.")
         if self.where is not None:
-            put(self, "where", parse_positions(self.where, "where"))
+            put(self, "where", parse_positions(listed(self.where), "where"))
         put(self, "streams", _streams(self.streams))
         self._check()
 
@@ -320,6 +321,7 @@ def _clamps(features: Any, kind: str, only_if_active: bool) -> Clamps:
 
 
 def _streams(value: Any) -> tuple[int, ...] | None:
+    value = listed(value)
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:

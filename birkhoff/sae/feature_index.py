@@ -38,6 +38,12 @@ class FeatureMatch:
     relevance: float
     where: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"FeatureMatch({self.entry!r}, found in {', '.join(self.where)})"
+
+    def _repr_html_(self) -> str:
+        return self.entry._repr_html_()
+
     def to_json(self) -> dict[str, Any]:
         shown = {name: getattr(self.entry, name) for name in ("label", "made", "score", "density", "largest")}
         context = self.entry.contexts[0]["text"] if self.entry.contexts else None

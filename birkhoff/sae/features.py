@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from birkhoff import notebook
 from birkhoff.sae.dictionary import Sae
 
 PART = 1 << 24  # activations that exist at a time
@@ -162,6 +163,30 @@ class FeatureEntry:
     score: float | None = None
     scored_rows: int = 0
     cofires: list[dict[str, Any]] = field(default_factory=list)  # features that fire on the same tokens
+
+    def __repr__(self) -> str:
+        score = "" if self.score is None else f", score {self.score:.2f}"
+        return (
+            f"FeatureEntry({self.feature}: {self.label}; on {self.density:.2%} of tokens, largest {self.largest:.3g}"
+            f"{score}, {len(self.contexts)} contexts)"
+        )
+
+    def _repr_html_(self) -> str:
+        """A card: what the feature is, what it promotes, and its strongest contexts."""
+        facts = {
+            "density": f"{self.density:.3%}",
+            "largest": f"{self.largest:.3g}",
+            "label made by": self.made,
+            "score": None if self.score is None else f"{self.score:.2f} on {self.scored_rows} rows",
+            "promotes": ", ".join(map(repr, self.promotes[:10])) or None,
+            "suppresses": ", ".join(map(repr, self.suppresses[:10])) or None,
+        }
+        card = notebook.facts(f"Feature {self.feature}: {self.label}", facts)
+        rows = [
+            (f"{context['activation']:.3g}" if "activation" in context else "", context.get("text", ""))
+            for context in self.contexts[:10]
+        ]
+        return card + (notebook.table(("activation", "context"), rows) if rows else "")
 
     def to_json(self) -> dict[str, Any]:
         partners = {"cofires": self.cofires} if self.cofires else {}

@@ -64,6 +64,9 @@ class SaeResolver:
         self._persistent: tuple[SaeEdit, ...] = ()  # from `set_for_all`
         self.gate: Callable[[Any], SiteGate | frozenset[int]] | None = None  # resolves the gates of edits
 
+    def __repr__(self) -> str:
+        return f"SaeResolver({', '.join(self.registry) or 'none attached'})"
+
     def attach(
         self,
         name: str,

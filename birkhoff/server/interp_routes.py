@@ -32,6 +32,9 @@ Position = Annotated[int, Field(ge=-MAX_METRIC_TOKENS, lt=MAX_METRIC_TOKENS)]
 TokenName = TokenId | Annotated[str, Field(min_length=1, max_length=64)]
 Depth = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Result = TypeVar("Result")
+Item = TypeVar("Item")
+MAX_TEXTS = 64  # of one call
+Several = Annotated[list[Item], Field(min_length=1, max_length=MAX_TEXTS)]
 
 
 class PromptBody(RequestBody):
@@ -234,6 +237,20 @@ class InterpRoutes(Routes):
             task.cancel()
             raise ApiError(499, "the client left.", code="left")
         return task.result()
+
+
+def one_for_each(value: Item | list[Item], texts: int | None, name: str) -> list[Item]:
+    """A field of a call with so many texts (None: one text, not in a list), as one value for each: the value given for
+    all of them, or the items of a list of as many; raises 400 otherwise."""
+    if not isinstance(value, list):
+        return [value] * (texts or 1)
+    if texts is None:
+        raise bad_request(f"{name} is a list, and there is one text. Give one, or a list of texts.", name)
+    if len(value) != texts:
+        raise bad_request(
+            f"{name} has {len(value)} entries for {texts} texts. Give one for all, or one for each.", name
+        )
+    return value
 
 
 class AnalysisRoutes(Routes):

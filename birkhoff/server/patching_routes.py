@@ -5,6 +5,9 @@ activation patched in, once per cell, many of them in one pass. Each cell is the
 difference of two, or a log-probability. `target` and `source` are the values of the unpatched texts. Patches of later
 calls can name the stored run, `{"source": {"run": NAME}}`, until `DELETE /v1/patch_source/{run}`; of runs that the call
 did not name the oldest makes room for the next one. Both routes need the steering key.
+
+`source` and `target` may be lists of as many texts, and `metric` a list with one for each pair. The answer then has the
+fields of one pair, of the mean, and `source`, `target` and `grid` of every pair in `pairs`; no run is stored.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.analysis.patching import head_hook
+from birkhoff.analysis.patching import PatchSweep, head_hook
 from birkhoff.byte_size import format_bytes
 from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.plan import SiteRows
@@ -32,7 +35,9 @@ from birkhoff.server.interp_routes import (
     InterpRoutes,
     Position,
     PromptBody,
+    Several,
     TokenMetric,
+    one_for_each,
 )
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
@@ -46,14 +51,14 @@ Stream = Annotated[int, Field(ge=0, lt=64)]
 
 
 class SweepBody(StrictBody):
-    source: PromptBody
-    target: PromptBody
+    source: PromptBody | Several[PromptBody]
+    target: PromptBody | Several[PromptBody]
     hook: Annotated[str, Field(min_length=1, max_length=64)]
     layers: Any = "all"
     positions: Literal["all"] | Annotated[list[Position], Field(min_length=1)] | None = None
     streams: Literal["each"] | Annotated[list[Stream], Field(min_length=1)] | None = None
     align: Literal["position", "tokens"] = "position"
-    metric: TokenMetric
+    metric: TokenMetric | Several[TokenMetric]
     run: ModuleName | None = None
 
 
@@ -64,8 +69,8 @@ class PatchingRoutes(AnalysisRoutes):
 
     async def sweep(self, http: HttpRequest) -> Response:
         """Patches activations of a source text into a target text, cell by cell over layers and positions (with
-        `streams` also over streams; hook `heads`: over attention heads), and returns the metric of every cell. Needs
-        the steering key."""
+        `streams` also over streams; hook `heads`: over attention heads), and returns the metric of every cell. Lists of
+        sources and targets give every pair and their mean. Needs the steering key."""
         check_steering_key(http, self._context.settings)
         body, _ = await self._context.read_body(http, SweepBody)
         return await self.analysed(http, lambda: self._sweep(body))
@@ -79,54 +84,79 @@ class PatchingRoutes(AnalysisRoutes):
 
     def _sweep(self, body: SweepBody) -> dict[str, Any]:
         engine = self._context.engine
-        texts = (body.source, body.target)
-        source, target = (self._interp.token_ids(each, MAX_METRIC_TOKENS) for each in texts)
-        metric = self.checked_metric(body.metric, source, target)
-        self._check_name(body.run)
+        sources, targets = self._pairs(body)
+        count = len(targets) if isinstance(body.target, list) else None
+        metrics = [
+            self.checked_metric(metric, source, target)
+            for metric, source, target in zip(
+                one_for_each(body.metric, count, "metric"), sources, targets, strict=True
+            )
+        ]
         heads = head_hook(engine) if body.hook == "heads" else None
         hook = body.hook if heads is None else heads[0]
         layers = list(select(hook, parse_layers(body.layers), engine.schema, engine.config.num_hidden_layers))
-        positions = "each" if body.positions is None else None if body.positions == "all" else body.positions
-        cells = len(layers) * (1 if heads is None else heads[1])
-        if body.positions != "all":
-            cells *= len(body.positions or target)
-        if body.streams is not None:
-            cells *= (engine.num_streams or 1) if body.streams == "each" else len(body.streams)
-        most = min(MAX_CELLS, MAX_CELL_TOKENS // len(target))
-        if cells > most:
-            raise bad_request(
-                f"these are {cells} cells of {len(target)} tokens, expected at most {most}. Choose fewer layers or "
-                "positions.",
-                "layers",
-            )
-        clean = engine.trace(source, {hook: layers})
+        self._check_cells(body, targets, len(layers) * (1 if heads is None else heads[1]))
+        options: dict[str, Any] = {
+            "over": body.hook,
+            "layers": layers,
+            "positions": "each"
+            if body.positions is None
+            else None
+            if body.positions == "all"
+            else body.positions,
+            "streams": body.streams,
+            "align": body.align,
+        }
+        if count is not None:
+            batch = engine.patch_sweep(sources, targets, metrics, **options)
+            pairs = [{key: _fields(sweep)[key] for key in ("source", "target", "grid")} for sweep in batch]
+            return {"run": None, "hook": body.hook, **_fields(batch.mean), "pairs": pairs}
+        self._check_name(body.run)
+        clean = engine.trace(sources[0], {hook: layers})
         run = self._keep(body.run, clean)
         try:
-            sweep = engine.patch_sweep(
-                clean,
-                target,
-                metric,
-                body.hook,
-                layers=layers,
-                positions=positions,
-                streams=body.streams,
-                align=body.align,
-            )
+            sweep = engine.patch_sweep(clean, targets[0], metrics[0], **options)
         except BaseException:
             engine.runs.pop(run or "", None)
             raise
-        return {
-            "run": run,
-            "hook": body.hook,
-            "axes": list(sweep.axes),
-            "layers": layers,
-            "positions": sweep.labels.get("position"),
-            **({"streams": sweep.labels["stream"]} if "stream" in sweep.labels else {}),
-            **({"heads": sweep.labels["head"]} if "head" in sweep.labels else {}),
-            "source": sweep.clean,
-            "target": sweep.corrupt,
-            "grid": sweep.values.tolist(),
-        }
+        return {"run": run, "hook": body.hook, **_fields(sweep)}
+
+    def _pairs(self, body: SweepBody) -> tuple[list[list[int]], list[list[int]]]:
+        """The token ids of the sources and targets, one or several of each."""
+        if isinstance(body.source, list) != isinstance(body.target, list):
+            raise bad_request("source and target are one text each, or two lists of as many.", "target")
+        sources, targets = (
+            [
+                self._interp.token_ids(each, MAX_METRIC_TOKENS)
+                for each in (texts if isinstance(texts, list) else [texts])
+            ]
+            for texts in (body.source, body.target)
+        )
+        if len(sources) != len(targets):
+            raise bad_request(
+                f"source has {len(sources)} texts and target {len(targets)}; each target has its own source. "
+                "Give two lists of equal length.",
+                "target",
+            )
+        if body.run is not None and isinstance(body.source, list):
+            raise bad_request("run names the rows of one source. Leave it out for several pairs.", "run")
+        return sources, targets
+
+    def _check_cells(self, body: SweepBody, targets: list[list[int]], cells: int) -> None:
+        """Refuse sweeps of too many cells; `cells` are those at one position of one stream."""
+        if body.streams is not None:
+            cells *= (self._context.engine.num_streams or 1) if body.streams == "each" else len(body.streams)
+        longest = max(map(len, targets))
+        if body.positions != "all":
+            cells *= len(body.positions or range(longest))
+        cells *= len(targets)
+        most = min(MAX_CELLS, MAX_CELL_TOKENS // longest)
+        if cells > most:
+            raise bad_request(
+                f"these are {cells} cells of {longest} tokens, expected at most {most}. Choose fewer layers, positions "
+                "or pairs.",
+                "layers",
+            )
 
     def _check_name(self, name: str | None) -> None:
         """Refuse a name that is taken, and a named run if there is no room for one."""
@@ -164,3 +194,17 @@ class PatchingRoutes(AnalysisRoutes):
         }
         runs[name] = rows
         return name
+
+
+def _fields(sweep: PatchSweep) -> dict[str, Any]:
+    """The fields of one sweep in an answer."""
+    return {
+        "axes": list(sweep.axes),
+        "layers": sweep.labels["layer"],
+        "positions": sweep.labels.get("position"),
+        **({"streams": sweep.labels["stream"]} if "stream" in sweep.labels else {}),
+        **({"heads": sweep.labels["head"]} if "head" in sweep.labels else {}),
+        "source": sweep.clean,
+        "target": sweep.corrupt,
+        "grid": sweep.values.tolist(),
+    }

@@ -224,7 +224,7 @@ class SaeRoutes(AnalysisRoutes):
             return {}
         with torch.no_grad():
             direction = row.view(-1, width).mean(0).to(model.device, model.dtype)
-            logits = model.head(model.norm(direction[None]))[0].float()
+            logits = model.logits(model.norm(direction[None]))[0].float()
         up, down = logits.topk(TOP_LOGITS), (-logits).topk(TOP_LOGITS)
         return {
             "top_logits": self._logits_json(up.indices, up.values),

@@ -33,7 +33,7 @@ from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import bind
 from birkhoff.hooks.site_names import layers_with
 from birkhoff.hooks.sites import ATTN_HEAD_OUT, ATTN_WEIGHTS, ENTRY_TOKENS, INDEX_BLOCKS
-from birkhoff.option_checks import as_int
+from birkhoff.option_checks import as_int, listed
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.request_edit import Modules, PromptIds, RequestEdit, bound, parse_fields
 from birkhoff.steering.vector import finite_number
@@ -349,6 +349,7 @@ def _positions_of(text: str, ids: Sequence[int], pieces: Pieces | None, path: st
 
 
 def _numbers(value: Any, name: str) -> tuple[int, ...]:
+    value = listed(value)
     numbers = [as_int(item) for item in value] if is_list(value) else []
     if not numbers or any(number is None or number < 0 for number in numbers):
         raise SteeringError(f"{name} is {quoted(value)}, expected a list of numbers from 0.")

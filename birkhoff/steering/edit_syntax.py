@@ -375,6 +375,8 @@ def _print(edit: Any) -> str:
         strength = edit.min
     if edit.where is not None or (isinstance(edit, Add) and edit.norm_match):
         raise SteeringError("a line cannot say where, or norm_match. Use interventions.")
+    if isinstance(edit, Patch | Scale) and edit.heads is not None:
+        raise SteeringError("a line cannot say heads of a patch or a factor. Use interventions.")
     parts = [f"{strength:+}"]
     if name is not None:
         parts.append(name if _NAME.fullmatch(name) else json.dumps(name))

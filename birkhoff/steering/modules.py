@@ -69,6 +69,12 @@ class NamedVectors(MutableMapping[str, Module]):
     def __len__(self) -> int:
         return len(self._modules)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._modules)
+
+    def __repr__(self) -> str:
+        return f"NamedVectors({', '.join(self._modules) or 'none'})"
+
     def _check(self, name: str, vector: SteeringVector) -> None:
         """Refuse vectors of other models: they would run and be meaningless. Weights or name must match if both are
         known."""

@@ -16,6 +16,7 @@ from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.option_checks import listed
 
 Modules = Mapping[str, Any]  # named vectors
 # Token ids of a prompt, their number, or None if there is no prompt yet.
@@ -65,7 +66,7 @@ def parse_fields(edit: Any, **choices: Sequence[str]) -> None:
     if values.get("layers") is not None:
         object.__setattr__(edit, "layers", parse_layers(values["layers"]))
     if values.get("where") is not None:
-        object.__setattr__(edit, "where", parse_positions(values["where"], "where"))
+        object.__setattr__(edit, "where", parse_positions(listed(values["where"]), "where"))
     for name, allowed in {"phase": PHASES, **choices}.items():
         if values[name] not in allowed:
             raise SteeringError(f"{name} is {quoted(values[name])}, expected one of {', '.join(allowed)}.")

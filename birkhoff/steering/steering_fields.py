@@ -13,11 +13,12 @@ error names the field at fault. `intervention` is the inverse for single edits."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from birkhoff.errors import SteeringError, did_you_mean, quoted
 from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
+from birkhoff.option_checks import listed
 from birkhoff.steering.attention_edits import AttentionEdit
 from birkhoff.steering.expert_edits import ExpertSet
 from birkhoff.steering.mixer_edits import WORDS, MixerMatrix
@@ -53,8 +54,8 @@ _OWN = {
     "add": ("vector", "norm_match"),
     "project": ("vector", "strength"),
     "clamp": ("vector", "strength", "min", "max", "value", "renormalise"),
-    "patch": ("vector", "source", "renormalise"),
-    "scale": ("factor", "renormalise"),
+    "patch": ("vector", "source", "renormalise", "heads"),
+    "scale": ("factor", "renormalise", "heads"),
 }
 
 Parser = Callable[[Any, str], Sequence[Any]]  # value and path of a field -> edits
@@ -185,7 +186,7 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
     }
     options |= {
         name: raw[name]
-        for name in ("norm_match", "min", "max", "renormalise")
+        for name in ("norm_match", "min", "max", "renormalise", "heads")
         if name in raw and raw[name] is not None
     }
     for name in ("norm_match", "renormalise"):
@@ -243,7 +244,7 @@ def _source(
 
 def _run(value: Mapping[str, Any], at: Mapping[str, Any], runs: Mapping[str, Any]) -> PositionRows:
     check_keys(value, ("run", "layer"), "", SteeringError)
-    name, layers = value["run"], cast("Any", at.get("layers"))
+    name, layers = value["run"], listed(at.get("layers"))
     if not isinstance(name, str) or name not in runs:
         known = ", ".join(sorted(runs)) or "none"
         raise SteeringError(f"run is {quoted(name)}, expected a kept run; there is {known}.")

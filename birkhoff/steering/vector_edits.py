@@ -32,7 +32,7 @@ from birkhoff.hooks.plan import Key
 from birkhoff.hooks.resolved_edit import ResolvedEdit
 from birkhoff.hooks.schema import HookSchema, Schema
 from birkhoff.hooks.selector import bind
-from birkhoff.option_checks import as_int
+from birkhoff.option_checks import as_int, listed
 from birkhoff.steering.gated_edits import Gate
 from birkhoff.steering.mixer_edits import MixerMatrix, is_mixer, mixer_entries, renormalised
 from birkhoff.steering.position_rows import ALIGN, PositionRows, RunRows, TensorRows
@@ -245,9 +245,14 @@ class VectorEdit(RequestEdit):
                 raise SteeringError(
                     f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out."
                 )
+            heads = getattr(self, "heads", None)
+            if heads is not None:
+                return self._at_heads(vector, row, hook, heads)
             if numbers != width:
                 raise SteeringError(f"the vector has {numbers} numbers, {hook} has rows of {width}.")
             return self._site_edit(vector, None, False, path)
+        if getattr(self, "heads", None) is not None:
+            raise SteeringError(_no_heads(hook))
         m, d = row.logical_shape
         if streams == "post_mix":
             if numbers != d or self.op != "add":
@@ -277,6 +282,23 @@ class VectorEdit(RequestEdit):
             keep[list(chosen)] = vector.view(m, d)[list(chosen)]
             vector = keep.flatten()
         return self._site_edit(vector, None, False, path)
+
+    def _at_heads(self, vector: torch.Tensor, row: HookSchema, hook: str, heads: tuple[int, ...]) -> SiteEdit:
+        """The operation for some heads of a hook that has their outputs side by side. `vector` is a whole row, of which
+        the parts of these heads are used, or has the width of one head."""
+        if len(row.logical_shape) != 2:
+            raise SteeringError(_no_heads(hook))
+        count, width = row.logical_shape
+        if heads[-1] >= count:
+            raise SteeringError(f"heads is {list(heads)}, this model has heads 0..{count - 1}.")
+        if vector.shape[-1] == width:
+            vector = torch.cat([vector] * count, -1)
+        if vector.shape[-1] != row.width:
+            raise SteeringError(
+                f"the vector has {vector.shape[-1]} numbers, {hook} has rows of {row.width}, {width} for each head."
+            )
+        entries = tuple(head * width + index for head in heads for index in range(width))
+        return replace(self._site_edit(vector, None, False, "both"), entries=entries)
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
         raise AssertionError("implemented by every kind of edit")
@@ -372,15 +394,18 @@ class Patch(VectorEdit):
     are patched. For mixers it may also be "identity", "uniform", `{"permutation": [...]}` or a matrix [from, to].
 
     `align` says which row of a run goes where: "position" keeps positions, "tokens" aligns the two texts token by
-    token (`align_tokens`), for texts of different length."""
+    token (`align_tokens`), for texts of different length. `heads` of the hook attn_head_out are the heads that are
+    patched, the others keep their output."""
 
     align: str = "position"
     renormalise: bool = False
+    heads: Any = None
 
     op: ClassVar[str] = "patch"
 
     def _check(self) -> None:
         _check_flag(self.renormalise)
+        object.__setattr__(self, "heads", _heads(self.heads))
         if self.align not in ALIGN:
             raise SteeringError(f"align is {quoted(self.align)}, expected one of {', '.join(ALIGN)}.")
         if self.align != "position" and not isinstance(self.vector, RunRows):
@@ -431,9 +456,11 @@ class Patch(VectorEdit):
 class Scale(VectorEdit):
     """Multiply rows: `vector` is the factor, `Scale(0.5, "mlp_out", [4])` halves the output.
 
-    `scale` below 1 goes a part of the way. The other fields are those of `Add`."""
+    `scale` below 1 goes a part of the way. `heads` of the hook attn_head_out limits it to these heads. The other fields
+    are those of `Add`."""
 
     renormalise: bool = False
+    heads: Any = None
 
     op: ClassVar[str] = "scale"
 
@@ -448,6 +475,7 @@ class Scale(VectorEdit):
 
     def _check(self) -> None:
         _check_flag(self.renormalise)
+        object.__setattr__(self, "heads", _heads(self.heads))
 
     def to_json(self) -> dict[str, Any]:
         fields = super().to_json()
@@ -550,7 +578,23 @@ def _unit(vector: Any) -> Any:
     return vector / norm
 
 
+def _no_heads(hook: str) -> str:
+    return (
+        f"heads is for hooks that have the output of every head by itself, as attn_head_out of DeepSeek-V4; {hook} has "
+        "not. Leave heads out, or change a part of its rows with a function: Call(fn, hook, layers)."
+    )
+
+
+def _heads(value: Any) -> tuple[int, ...] | None:
+    value = listed(value)
+    numbers = [as_int(head) for head in value] if is_list(value) else []
+    if value is not None and (not numbers or any(head is None or head < 0 for head in numbers)):
+        raise SteeringError(f"heads is {quoted(value)}, expected a list of numbers from 0.")
+    return tuple(sorted({head for head in numbers if head is not None})) or None
+
+
 def _streams(value: Any) -> Any:
+    value = listed(value)
     if value is None or value in ("all", "post_mix"):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:

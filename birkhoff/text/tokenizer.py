@@ -51,6 +51,9 @@ class Tokenizer:
         self._longest_piece = max(map(len, self._pieces))
         self._marker_of = {token_id: string for string, token_id in self._added.items()}
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name}, {self.vocab_size} tokens)"
+
     @classmethod
     def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
         """Open `tokenizer.json`, or the one in a checkpoint directory."""

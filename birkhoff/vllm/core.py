@@ -60,8 +60,11 @@ class VllmModel:
     def __call__(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         raise self._unsupported("a forward pass outside its scheduler")
 
-    def run_texts(self, texts: Any, tap: Tap | None = None) -> list[torch.Tensor]:
+    def run_texts(self, texts: Any, tap: Any = None) -> list[torch.Tensor]:
         raise self._unsupported("a forward pass outside its scheduler")
+
+    def merge_streams(self, streams: torch.Tensor) -> torch.Tensor:
+        raise self._unsupported("its head by itself")
 
     def norm(self, residual: torch.Tensor) -> torch.Tensor:
         raise self._unsupported("its final norm by itself")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import birkhoff
-from birkhoff import Add, Capture, Patch
+from birkhoff import Add, AttentionEdit, Capture, ExpertSet, Patch
 from birkhoff.analysis import forward
 from birkhoff.convert.synth import synth
-from birkhoff.errors import OptionError, PromptError, SiteError, SteeringError
+from birkhoff.errors import CaptureValidationError, OptionError, PromptError, SiteError, SteeringError
 from birkhoff.steering.position_rows import PositionRows, align_tokens
 
 CLEAN = [0, 17, 300, 4, 99, 501, 17]
@@ -221,8 +221,51 @@ def test_sixty_four_cells_are_one_pass_and_more_are_few(engine, monkeypatch):
     torch.testing.assert_close(parts.values, whole.values, **CLOSE)
 
 
+def test_a_sweep_takes_captured_rows_as_the_clean_run(engine):
+    """`output.acts` have no logits: the metric of the clean text is that of its tokens run again."""
+    output = engine.generate(CLEAN, max_tokens=1, capture=Capture({"mlp_out": "all"}))
+    expected = engine.patch_sweep(CLEAN, CORRUPT, (7, 9), "mlp_out", layers=[1, 3])
+    sweep = engine.patch_sweep(output.acts, CORRUPT, (7, 9), "mlp_out", layers=[1, 3])
+    torch.testing.assert_close(sweep.values, expected.values, **CLOSE)
+    assert sweep.clean == pytest.approx(expected.clean, abs=1e-4) and sweep.labels == expected.labels
+    batch = engine.patch_sweep([output.acts, CLEAN], [CORRUPT, CORRUPT], (7, 9), "mlp_out", layers=[1, 3])
+    torch.testing.assert_close(batch.values, expected.values.expand(2, -1, -1), **CLOSE)
+    aligned = engine.patch_sweep(output.acts, SHORT, (7, 9), "mlp_out", layers=1, align="tokens")
+    by_text = engine.patch_sweep(CLEAN, SHORT, (7, 9), "mlp_out", layers=1, align="tokens")
+    assert aligned.labels == by_text.labels
+    torch.testing.assert_close(aligned.values, by_text.values, **CLOSE)
+    with pytest.raises(SteeringError, match=r"no rows of post_attn\[1\]; it holds mlp_out"):
+        engine.patch_sweep(output.acts, CORRUPT, (7, 9), "post_attn", layers=1)
+
+
+def test_one_number_stands_for_a_list_of_it(engine, clean):
+    """Layers, positions, streams and heads: wherever Python takes a list, one of them is enough."""
+    ones, prompt = torch.ones(64), CORRUPT
+    for one, listed in [
+        (Add(ones, "mlp_out", 3, where=2), Add(ones, "mlp_out", [3], where=[2])),
+        (Add(ones, HOOK, -1, streams=1), Add(ones, HOOK, [-1], streams=[1])),
+        (AttentionEdit(3, heads=1), AttentionEdit([3], heads=[1])),
+        (ExpertSet(5, ban=[1]), ExpertSet([5], ban=[1])),
+        (Patch(clean, HOOK, 2, where=4), Patch(clean, HOOK, [2], where=[4])),
+    ]:
+        changed = engine.logits(prompt, [one])
+        assert changed.equal(engine.logits(prompt, [listed])) and not changed.equal(engine.logits(prompt))
+    assert Capture({HOOK: 2}, 3, streams=1) == Capture({HOOK: [2]}, [3], streams=[1])
+    rows = engine.generate(prompt, max_tokens=1, capture=Capture({HOOK: 2}, 3, streams=1)).acts[HOOK, 2]
+    assert rows.positions == [3] and rows.tensor.shape[:2] == (1, 1)
+    assert list(engine.trace(prompt, {"mlp_out": -1})) == [("mlp_out", 5)]
+    assert list(engine.attention_patterns(prompt, 4)) == [4]
+    assert {node.layer for node in engine.attribute(prompt, 5, layers=4)} == {4}
+    sweep = engine.patch_sweep(clean, prompt, 5, HOOK, layers=2, positions=4, streams=3)
+    assert sweep.labels == {"layer": [2], "position": [4], "stream": [3]}
+    wire = {"memory": {"hooks": {"mlp_out": 3}}}  # the format of requests has lists
+    with pytest.raises(CaptureValidationError, match=r"is 3, expected .* a list of layers"):
+        engine.generate(prompt, max_tokens=1, capture=wire)
+
+
 def test_refusals(engine, clean):
     mine = engine.trace(CLEAN, {"mlp_out": [2]})
+    last = engine.generate(CLEAN, max_tokens=1, capture=Capture({"mlp_out": 2}, "last_prompt"))
     for kind, says, call in [
         (
             SteeringError,
@@ -265,7 +308,27 @@ def test_refusals(engine, clean):
             lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, "mlp_out", positions=[7]),
         ),
         (OptionError, "empty list", lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, "mlp_out", positions=[])),
-        (OptionError, "streams is 2", lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, HOOK, streams=2)),
+        (OptionError, "streams is 2.5", lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, HOOK, streams=2.5)),
+        (
+            SteeringError,
+            r"streams is \[4\], this model has streams 0..3",
+            lambda: engine.patch_sweep(CLEAN, CORRUPT, 1, HOOK, streams=4),
+        ),
+        (
+            PromptError,
+            r"clean is Acts\(.*a row of every token of its text",
+            lambda: engine.patch_sweep(last.acts, CORRUPT, 1, "mlp_out"),
+        ),
+        (
+            PromptError,
+            "a row of every token of its text",
+            lambda: engine.patch_sweep(dict(mine), CORRUPT, 1, "mlp_out"),
+        ),
+        (
+            PromptError,
+            "a row of every token of its text",
+            lambda: engine.patch_sweep(engine.generate(CLEAN, max_tokens=1).acts, CORRUPT, 1, "mlp_out"),
+        ),
         (OptionError, "an id 0..511", lambda: engine.patch_sweep(CLEAN, CORRUPT, 512, "mlp_out")),
         (OptionError, "is 2 tokens", lambda: engine.patch_sweep(CLEAN, CORRUPT, "ab", "mlp_out")),
         (OptionError, "a pair of tokens", lambda: engine.patch_sweep(CLEAN, CORRUPT, (1, 2, 3), "mlp_out")),

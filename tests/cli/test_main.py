@@ -19,7 +19,7 @@ from birkhoff.cli.main import run
 from birkhoff.cli.verbs import app
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 
-VERBS = [command.callback.__name__ for command in app.registered_commands] + [
+VERBS = [command.name or command.callback.__name__ for command in app.registered_commands] + [
     g.name for g in app.registered_groups
 ]
 

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from birkhoff.engine.host_copier import HostCopier
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.capture_buffer import RowCopyPlan
-from birkhoff.hooks.edit import SiteEdit, row_sum
+from birkhoff.hooks.edit import SiteContext, SiteEdit, edit_stages, row_sum
 from birkhoff.hooks.graph_tap import GraphTap, Scratch, plan_graph
 from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.row_edits import RowEditBuffers, group_row_edits
 from birkhoff.hooks.sites import BY_NAME, MHC_FFN_POST_MIX, MHC_STREAMS_PRE_ATTN, MLP_OUT, POST_ATTN
 from birkhoff.hooks.vector_table import TableRows, Tables
 from tests.hooks.test_vector_table import Everywhere, vector
@@ -195,6 +196,30 @@ def test_a_row_alone_in_a_batch_and_in_a_recorded_step_has_equal_bits(kind, dtyp
     assert not torch.equal(batched, random_tensor(3, ROWS, M, D)[:5].to(dtype))
     alone = run_sites(armed_tap(plans_of(specs[:1], Tables())), 1, dtype)[1]
     assert torch.equal(alone, batched[:1])
+
+
+@pytest.mark.parametrize("streams", [None, (0, 2)], ids=["rows", "streams"])
+def test_rows_of_different_norms_are_matched_one_by_one(streams):
+    """An add with a row for each position scales every one of them to its own norm, eagerly and recorded."""
+    width = M * D if streams is None else D
+    vectors = torch.stack([vector(width, 1), 100 * vector(width, 2), 0.01 * vector(width, 3)])
+    edit = SiteEdit("add", vectors, 0.5, streams=streams, norm_match=True, positions=(4, 6, 7)).at([4, 6, 7])
+    x, rows = random_tensor(3, ROWS, M, D), [1, 2, 5]
+    expected = x.clone()
+    for row, direction in zip(rows, vectors):
+        unit = direction / direction.norm()
+        if streams is None:
+            expected[row] += (0.5 * x[row].norm() * unit).view(M, D)
+        for stream in streams or ():
+            expected[row, stream] += 0.5 * x[row, stream].norm() * unit
+    eager = x
+    for stage in edit_stages([(edit, rows)]):
+        eager = stage(eager, SiteContext())
+    torch.testing.assert_close(eager, expected)
+    ((kind, own),) = group_row_edits([(edit, rows)], M * D).items()
+    buffers = RowEditBuffers(kind, ROWS, torch.device("cpu"))
+    buffers.fill(own)
+    assert torch.equal(buffers.run(x, SiteContext()), eager)
 
 
 @pytest.mark.parametrize("width", [40, 2048, 7168, 16384])

@@ -70,6 +70,8 @@ def test_equivalent_forms_are_equal_selectors():
         == parse_layers([1, 3])
     )
     assert parse_layers(range(4)) == parse_layers([0, 1, 2, 3])
+    assert parse_layers(3) == parse_layers(np.int64(3)) == parse_layers([3])
+    assert parse_layers(-1).expand(5) == (4,)
 
 
 def test_the_four_forms_by_example():
@@ -84,7 +86,7 @@ def test_the_four_forms_by_example():
 WRONG = [
     ("first", "form", "x"),
     ("", "form", "x"),
-    (5, "form", "x"),
+    (5.0, "form", "x"),
     (None, "form", "x"),
     (True, "form", "x"),
     (b"all", "form", "x"),
@@ -116,6 +118,7 @@ WRONG = [
     ({"every": 1.5}, "layer", "x.every"),
     ({"every": 2, "from": "0"}, "layer", "x.from"),
     ([L], "layer", "x"),
+    (L, "layer", "x"),
     ([-L - 1], "layer", "x"),
     ([10**5000], "layer", "x"),
     ({"ranges": [[0, L]]}, "layer", "x.ranges"),

@@ -30,6 +30,58 @@ def test_attribute_gives_what_python_gives(served, engine):
     assert document["tokens"][4] == " Lily"
 
 
+def test_attribute_of_several_texts_gives_what_python_gives(served, engine):
+    body = {
+        "prompt": [TEXT, OTHER],
+        "metric": [METRIC, {"token": " Anna", "other": " Lily"}],
+        "baseline": [{"prompt": OTHER}, {"prompt": TEXT}],
+        "top": 5,
+    }
+    answer = served.post("/v1/attribute", body)
+    assert answer.status_code == 200, answer.text
+    expected = engine.attribute(
+        [TEXT, OTHER], [(" Lily", " Anna"), (" Anna", " Lily")], baseline=[OTHER, TEXT]
+    )
+    document = answer.json()
+    assert document["value"] == pytest.approx(expected.mean.value, abs=1e-3)
+    assert document["nodes"][0] == pytest.approx(expected.mean.top(1)[0].to_json(), abs=1e-2)
+    assert [text["value"] for text in document["texts"]] == pytest.approx(
+        [e.value for e in expected], abs=1e-3
+    )
+    assert document["texts"][1]["nodes"][0] == pytest.approx(expected[1].top(1)[0].to_json(), abs=1e-2)
+    ids = [engine.prompt_ids(text) for text in (TEXT, OTHER)]
+    shared = {"token_ids": ids, "metric": METRIC, "baseline": "mean", "top": 5}
+    document = served.post("/v1/attribute", shared).json()
+    by_mean = engine.attribute(ids, (" Lily", " Anna"), baseline="mean")
+    assert document["nodes"][0] == pytest.approx(by_mean.mean.top(1)[0].to_json(), abs=1e-2)
+    one = served.post("/v1/attribute", {**body, "prompt": [TEXT], "metric": [METRIC], "baseline": "zero"})
+    assert len(one.json()["texts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt": [TEXT, "short"]}, "prompt", "text 1 has 3 tokens and the first 11"),
+        ({"prompt": []}, "prompt", "at least 1"),
+        ({"prompt": [TEXT] * 65}, "prompt", "at most 64"),
+        ({"prompt": [TEXT, 3]}, "prompt[1]", "a string"),
+        ({"metric": [METRIC]}, "metric", "metric has 1 entries for 2 texts"),
+        ({"baseline": [{"prompt": OTHER}]}, "baseline", "baseline has 1 entries for 2 texts"),
+        ({"prompt": TEXT, "metric": [METRIC]}, "metric", "there is one text"),
+        ({"token_ids": [[1, 2]]}, "token_ids", "give the texts once"),
+        ({"method": "exact", "over": "streams", "layers": "all"}, None, "at most 2048 are allowed"),
+    ],
+)
+def test_what_is_refused_of_several_texts(served, fields, param, says):
+    long = "One day, Lily had a ball. " * 6 + "He asked"
+    body = {"prompt": [TEXT, OTHER], "metric": METRIC, **fields}
+    if fields.get("method") == "exact":
+        body["prompt"] = [long, long]
+    answer = served.post("/v1/attribute", body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and says in error["message"], error
+
+
 def test_circuit_gives_what_python_gives(served, engine):
     body = {"prompt": TEXT, "metric": METRIC, "baseline": {"prompt": OTHER}, "svg": True}
     answer = served.post("/v1/circuit", body)

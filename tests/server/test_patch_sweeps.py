@@ -89,6 +89,52 @@ def test_sweeps_without_a_name_do_not_use_up_the_runs(served):
         assert client.delete("/v1/patch_source/mine").status_code == 200
 
 
+def test_several_pairs_give_every_grid_and_their_mean(served, engine):
+    """The same names with lists; the fields of one pair are those of the mean."""
+    sources = ["Tom had a red ball. Tom lost his", "Tom had a big hat. Tom lost his"]
+    targets = ["Tom had a red hat. Tom lost his", "Tom had a big ball. Tom lost his"]
+    fields = {
+        "source": [{"prompt": text} for text in sources],
+        "target": [{"token_ids": engine.prompt_ids(text)} for text in targets],
+        "hook": "mhc_streams_pre_attn",
+        "layers": [2, 4],
+        "positions": [5, -1],
+    }
+    metrics = [PAIR, {"token": " hat", "other": " ball"}]
+    answer = swept(served, **fields, metric=metrics)
+    expected = engine.patch_sweep(
+        sources,
+        targets,
+        [(" ball", " hat"), (" hat", " ball")],
+        "mhc_streams_pre_attn",
+        layers=[2, 4],
+        positions=[5, -1],
+    )
+    assert (torch.tensor(answer["grid"]) - expected.mean.values).abs().max() < 1e-3
+    assert answer["source"] == pytest.approx(expected.mean.clean, abs=1e-3)
+    assert answer["axes"] == ["layer", "position"] and answer["positions"] == [5, 9] and answer["run"] is None
+    for pair, sweep in zip(answer["pairs"], expected, strict=True):
+        assert (torch.tensor(pair["grid"]) - sweep.values).abs().max() < 1e-3
+        assert pair["target"] == pytest.approx(sweep.corrupt, abs=1e-3)
+    same = swept(served, **fields)["pairs"]
+    assert same[1]["source"] == pytest.approx(-answer["pairs"][1]["source"], abs=1e-3)
+    for wrong, param, says in [
+        ({"source": fields["source"][:1]}, "target", "source has 1 texts and target 2"),
+        ({"source": fields["source"][0]}, "target", "one text each, or two lists"),
+        ({"metric": [PAIR] * 3}, "metric", "metric has 3 entries for 2 texts"),
+        ({"run": "mine"}, "run", "Leave it out for several pairs"),
+        ({"target": []}, "target", "at least 1"),
+        ({"source": [{"prompt": "Hi", "prompts": 1}, fields["source"][1]]}, "source[0].prompts", "prompts"),
+        ({"target": [{"prompt": "The cat"}, {"prompt": "A"}]}, None, "positions are averaged over pairs"),
+    ]:
+        error = swept(served, 400, **{**fields, **wrong})["error"]
+        assert error["param"] == param and says in error["message"], error
+    one = {**fields, "source": fields["source"][0], "target": fields["target"][0]}
+    assert "there is one text" in swept(served, 400, **one, metric=metrics)["error"]["message"]
+    many = {**fields, "source": fields["source"] * 30, "target": fields["target"] * 30, "positions": None}
+    assert "4800 cells" in swept(served, 400, **{**many, "layers": "all"})["error"]["message"]
+
+
 def test_too_many_cells_are_refused_with_the_number_that_fits(served):
     long = "Once upon a time there was a fox. " * 20
     message = swept(served, 400, hook="heads", source={"prompt": long}, target={"prompt": long})["error"][

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, Patch, Project
+from birkhoff import Add, Capture, Clamp, Patch, Project, Scale
 from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringError
+from birkhoff.hooks.tap import EagerTap
 from birkhoff.steering.position_rows import PositionRows
 from tests.oracle import build_oracle
 from tests.sizes import scaled
@@ -164,6 +165,81 @@ def test_norm_match_scales_by_the_norm_of_each_row(engine, sizes):
     after = engine.generate(PROMPT, max_tokens=1, steer=[edit], capture=spec).acts["mlp_out", LAYER].tensor
     expected = rows + 0.5 * rows.norm(dim=-1, keepdim=True) * vector(d) / vector(d).norm()
     assert (after - expected).abs().max() < 1e-4
+
+
+def test_patches_and_factors_of_single_heads_equal_a_plain_pass(engine):
+    """Mean ablation, patching and scaling of one head: the other heads keep their output."""
+    hook, (heads, width) = "attn_head_out", engine.schema["attn_head_out"].logical_shape
+    rows = engine.trace(PROMPT, hook)[hook, LAYER]
+    mean, last = rows.mean(0), heads - 1
+
+    def by_hand(change):
+        def edit(site, layer, x):
+            if (site.name, layer) != (hook, LAYER):
+                return None
+            new = x.clone()
+            change(new)
+            return new
+
+        with torch.no_grad():
+            return engine.model(torch.tensor([PROMPT]), tap=EagerTap(edit=edit))[0]
+
+    def ablate(x):
+        x[:, last] = mean[last]
+
+    def half(x):
+        x[:, 0] *= 0.5
+
+    for edit, change in [
+        (Patch(mean, hook, LAYER, heads=last), ablate),
+        (Patch(mean[last], hook, LAYER, heads=[last]), ablate),
+        (Patch(mean.expand(len(PROMPT), -1, -1), hook, LAYER, heads=last), ablate),
+        (Scale(0.5, hook, LAYER, heads=0), half),
+    ]:
+        expected = by_hand(change)
+        assert (engine.logits(PROMPT, [edit]) - expected).abs().max() < 1e-4
+        assert (engine.logits(PROMPT) - expected).abs().max() > 1e-4
+    wire = {"op": "scale", "at": {"hook": hook, "layers": [LAYER]}, "factor": 0.5, "heads": [0]}
+    parsed = engine.edits_from_json({"interventions": [wire]})
+    assert (
+        parsed == [Scale(0.5, hook, [LAYER], heads=[0])] and Scale.from_json(parsed[0].to_json()) == parsed[0]
+    )
+    assert (engine.logits(PROMPT, parsed) - by_hand(half)).abs().max() < 1e-4
+    for wrong, says in [
+        (Scale(0.5, hook, LAYER, heads=heads), f"this model has heads 0..{last}"),
+        (Scale(0.5, "mlp_out", LAYER, heads=0), "heads is for hooks that have the output of every head"),
+        (Scale(0.5, "mhc_streams_pre_attn", LAYER, heads=0), "heads is for hooks that have"),
+        (Patch(torch.ones(3), hook, LAYER, heads=0), f"{width} for each head"),
+    ]:
+        with pytest.raises(SteeringError, match=says):
+            engine.logits(PROMPT, [wrong])
+    with pytest.raises(SteeringError, match="heads is 'all', expected a list of numbers"):
+        Patch(0, hook, LAYER, heads="all")
+
+
+@pytest.mark.parametrize("streams", [None, 1, [0, 2]])
+def test_norm_match_equals_a_plain_pass_with_the_change_written_out(engine, sizes, streams):
+    """The same pass of the model with a function at the site: rows by row, and with streams stream by stream."""
+    m, d = sizes
+    v = vector(d if streams is not None else m * d)
+    chosen = [streams] if isinstance(streams, int) else streams
+
+    def by_hand(site, layer, x):
+        if (site.name, layer) != ("mhc_streams_pre_mlp", LAYER):
+            return None
+        rows = x if chosen is not None else x.flatten(-2)
+        added = 0.5 * rows.norm(dim=-1, keepdim=True) * v / v.norm()
+        if chosen is None:
+            return x + added.view(x.shape)
+        mask = torch.zeros(m, 1)
+        mask[chosen] = 1
+        return x + added * mask
+
+    with torch.no_grad():
+        expected = engine.model(torch.tensor([PROMPT]), tap=EagerTap(edit=by_hand))[0]
+    edit = Add(v, "mhc_streams_pre_mlp", LAYER, scale=0.5, streams=streams, norm_match=True)
+    assert (engine.logits(PROMPT, [edit]) - expected).abs().max() < 1e-4
+    assert (engine.logits(PROMPT) - expected).abs().max() > 1e-2
 
 
 def test_t_ste_4_phase_and_where_select_the_right_tokens(engine, sizes):

@@ -99,6 +99,9 @@ class Acts(Mapping[Address, SiteRows], SavedResult):
     def __iter__(self) -> Iterator[Address]:
         return iter(self._rows)
 
+    def _ipython_key_completions_(self) -> list[Address]:
+        return list(self._rows)
+
     def __len__(self) -> int:
         return len(self._rows)
 

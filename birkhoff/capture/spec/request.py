@@ -23,6 +23,7 @@ from birkhoff.hooks.layers import LayerSelector
 from birkhoff.hooks.positions import Positions
 from birkhoff.hooks.schema import Schema
 from birkhoff.hooks.site_names import Address
+from birkhoff.option_checks import listed
 
 _DESTINATION_FIELDS = ("request_id", "tag", "layout", "return")  # not part of the digest of a capture
 
@@ -56,12 +57,12 @@ class Hooks(Mapping[str, LayerSelector]):
 class Capture:
     """Which activations of a request to keep: `Capture({"mlp_out": [3, 4]}, positions="last_prompt", dtype="bf16")`.
 
-    `hooks` maps hook names to layers: "all", a list, ranges. `positions` selects tokens: "all_prompt", "last_prompt",
-    "all_generated", "all", a list of positions, or an object. `capture_point` is "before" or "after" the edits of the
-    site, `reduce` keeps one row per text, `project` names a matrix that rows are multiplied with, `dtype` casts them,
-    `streams` selects residual streams. `returns` (field "return" of the wire form), `layout`, `request_id` and `tag`
-    say where a consumer puts the rows. `accepted_only` may only be True: rows of rejected draft tokens are never
-    delivered.
+    `hooks` maps hook names to layers: "all", one layer, a list, ranges. `positions` selects tokens: "all_prompt",
+    "last_prompt", "all_generated", "all", one position, a list of them, or an object. `capture_point` is "before" or
+    "after" the edits of the site, `reduce` keeps one row per text, `project` names a matrix that rows are multiplied
+    with, `dtype` casts them, `streams` selects residual streams. `returns` (field "return" of the wire form), `layout`,
+    `request_id` and `tag` say where a consumer puts the rows. `accepted_only` may only be True: rows of rejected draft
+    tokens are never delivered.
     """
 
     hooks: Hooks
@@ -86,7 +87,7 @@ class Capture:
         reduce: str | None = None,
         project: str | None = None,
         dtype: str | None = None,
-        streams: Sequence[int] | None = None,
+        streams: int | Sequence[int] | None = None,
         returns: str | None = None,
         layout: str | None = None,
         request_id: str | None = None,
@@ -99,13 +100,15 @@ class Capture:
                 "is given twice, as 'return' and as 'returns'. Give one.", "capture.return"
             )
         fields = {
-            "hooks": hooks,
-            "positions": positions,
+            "hooks": {hook: listed(layers) for hook, layers in hooks.items()}
+            if isinstance(hooks, Mapping)
+            else hooks,
+            "positions": listed(positions),
             "capture_point": capture_point,
             "reduce": reduce,
             "project": project,
             "dtype": dtype,
-            "streams": streams,
+            "streams": listed(streams),
             "return": returns,
             "layout": layout,
             "request_id": request_id,

@@ -101,7 +101,7 @@ inline float bf16_of(unsigned bits) {
     memcpy(&f, &wide, 4);
     return f;
 }
-inline unsigned bf16_bits(float v) {  // the nearest one, ties to even
+template <typename T> unsigned bf16_bits(T v) {  // the nearest one, ties to even; some sources have their own
     unsigned bits;
     memcpy(&bits, &v, 4);
     return v != v ? 0x7fff : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;

@@ -77,8 +77,10 @@ class _Place(ctypes.Structure):
 
 
 class KernelsOnCpu:
-    """Kernels of CUDA sources, compiled for a CPU, in the place of `compile.Module`: `launch` has its signature. Launches
-    are enqueued and run by `run`, where grids overlap as programmatic dependent launch allows (`threads_on_cpu.h`).
+    """Kernels of CUDA sources, compiled for a CPU, in the place of `compile.Module`: `launch` has its signature.
+
+    Launches are enqueued; `run` runs them, and grids overlap as programmatic dependent launch allows
+    (`threads_on_cpu.h`).
 
     `kernels` are names, or names with C++ expressions of template instances; `replacements` change constants."""
 

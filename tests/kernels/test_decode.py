@@ -220,7 +220,7 @@ def test_the_indexer_scores_and_selects(ties):
 
 @pytest.mark.parametrize("one_tile", [True, False])
 def test_topk_of_any_scores_matches_the_reference(one_tile, monkeypatch):
-    """Equal, very small, very large, negative, infinite scores and zeros of both signs, in registers and in several tiles."""
+    """Equal, small, large, negative, infinite scores and zeros of both signs, in registers and in several tiles."""
     if not one_tile:
         monkeypatch.setattr(index, "MAX_TILE", 64)
     entries, topk = 4300, 12

@@ -1,5 +1,5 @@
-"""The CUDA kernels of a boundary (mhc.cu), compiled for a CPU and compared with the plain twin: write and mix, then read,
-then write again, launched as a step launches them."""
+"""The CUDA kernels of a boundary (mhc.cu), compiled for a CPU and compared with the plain twin: two boundaries,
+launched one after the other as in a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sizes import FULL
 
 ITERS, EPS = 20, 1e-6
 SEEDS = (0, 1, 2, 3) if FULL else (0, 1)
-# Rows of 64 columns (one thread block writes a row) up to the widest; 4,160 ends within the second half of a thread block.
+# From 64 columns, which one thread block writes, to the widest; 4,160 ends within the second round of a thread block.
 WIDTHS = (64, 192, 1024, 4160, 8192) if FULL else (64, 192)
 
 

@@ -1,4 +1,4 @@
-"""Routing of a decode step (route.cu) and the launch before it, the router with the shared expert's gate and up (gemv.cu),
+"""Routing of a decode step (route.cu) and the launch before it, router and the shared expert's gate and up (gemv.cu),
 compiled for a CPU and compared with the plain twin. A single token is routed by the last of the router's blocks that
 ends, whichever that is."""
 

@@ -111,8 +111,8 @@ def state_of(name: str, vocab: int, seed: int, mask: FixedMask | None = None) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", ["random", "ties", "equal", "one finite"])
-@pytest.mark.parametrize("vocab", [21, 1999, SMALL_VOCAB] if FULL else [21, 1999])
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "one finite"] if FULL else ["random", "ties"])
+@pytest.mark.parametrize("vocab", [21, 1999, SMALL_VOCAB] if FULL else [1999])
 def test_every_way_of_sampling_is_that_of_the_plain_sampler(kernels, vocab, kind, seed):
     logits = random_logits(kind, len(PARAMS), vocab)
     states = [state_of(name, vocab, 77 * seed + row) for row, name in enumerate(PARAMS)]

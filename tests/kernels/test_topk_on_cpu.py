@@ -1,4 +1,4 @@
-"""The CUDA kernels that choose the indexer's best entries (topk.cu), compiled for a CPU and compared with a stable sort."""
+"""The CUDA kernels that choose the indexer's best entries (topk.cu), compiled for a CPU and compared with a sort."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ static std::vector<Grid*> launched;
 // thread that is used again orders the block that has ended before the one that begins, so races are looked for among
 // blocks that run together.
 #ifdef __SANITIZE_THREAD__
-constexpr int RESIDENT = 1024;
+constexpr int RESIDENT = 2048;
 #else
 constexpr int RESIDENT = 8192;
 #endif
@@ -469,11 +469,17 @@ UNSEEN inline void run_chain(std::vector<std::unique_ptr<Grid>>& grids, unsigned
     std::vector<Block*> blocks_that_can_run(block_count);
     active = blocks_that_can_run.data();
     active_count = resident = 0;
-    for (const int needed = std::min(alive, std::max(most, RESIDENT)); idle_count < needed; idle_count++) {
+    // Made here: a thread knows what the one that makes it knows.
+    const int helpers = 2 * (int)block_count;
+    for (const int needed = std::min(alive, std::max(most, RESIDENT)) + helpers; idle_count < needed; idle_count++) {
         Thread* const thread = new_thread();
         thread->next = idle;
         idle = thread;
     }
+    for (Grid* grid : launched)
+        for (auto& block : grid->blocks)
+            for (Thread** each : {&block->fences, &block->reads}) *each = idle, idle = idle->next;
+    idle_count -= helpers;
     release_to(&launch_order);
     launched.front()->started = true;
     begin_blocks();
@@ -481,8 +487,7 @@ UNSEEN inline void run_chain(std::vector<std::unique_ptr<Grid>>& grids, unsigned
     acquire_from(&launch_order);
     for (Grid* grid : launched)
         for (auto& block : grid->blocks)
-            for (Thread* each : {block->fences, block->reads})
-                if (each) each->next = idle, idle = each, idle_count++;
+            for (Thread* each : {block->fences, block->reads}) each->next = idle, idle = each, idle_count++;
     launched.clear();
 }
 
@@ -527,11 +532,6 @@ UNSEEN inline void __threadfence() {
 UNSEEN inline void hand_on(int* at) {
     Block* const block = self().block;
     Thread* const thread = &self();
-    if (!block->fences) {
-        Unseen scope;
-        block->fences = new_thread();
-        block->reads = new_thread();
-    }
     become_fiber(block->reads->fiber);
     acquire_from(at);
     release_to(&block->observed);

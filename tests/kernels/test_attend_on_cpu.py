@@ -97,7 +97,9 @@ SHAPES = [(128, 16, 32), (128, 32, 128), (512, 16, 64)] if FULL else [(128, 16, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("split", [32, 64, 96] if FULL else [32, 64])
+@pytest.mark.parametrize(
+    "split", [32, 64, 96, 128] if FULL else [32, 96]
+)  # one tile, two, and tiles that take the place of others
 @pytest.mark.parametrize("ratio, indexed", KINDS)
 @pytest.mark.parametrize("width, heads, rope_dim", SHAPES)
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)

@@ -129,7 +129,8 @@ constexpr int MAX_SHARED = 64;
 struct Block {
     Grid* grid = nullptr;
     Place index{};
-    int rank = 0, running = 0, priority = 0;
+    int rank = 0, running = 0;
+    int turn = 0, priority = 0;  // when it begins, with its cluster; which block runs first where they run one by one
     unsigned ready_count = 0;
     bool started = false, ended = false, lets_dependents_start = false;
     Barrier barrier, *cluster_barrier = nullptr;
@@ -403,6 +404,7 @@ UNSEEN inline Block* add_block(Grid& grid, Place index) {
     block->grid = &grid;
     block->index = index;
     block->running = block->barrier.expected = grid.threads;
+    block->turn = (int)draw(1 << 20);
     block->priority = (int)draw(1 << 20);
     block->warps.resize((grid.threads + 31) / 32);
     block->warp_list = block->warps.data();
@@ -426,7 +428,7 @@ UNSEEN inline void add_cluster(Grid& grid) {  // of the blocks that were added l
     for (int rank = 0; rank < grid.cluster; rank++) {
         Block* block = grid.blocks[grid.blocks.size() - grid.cluster + rank].get();
         block->rank = rank;
-        block->priority = grid.blocks.back()->priority;
+        block->turn = grid.blocks.back()->turn;
         block->cluster_barrier = grid.cluster_barriers.back().get();
         blocks.push_back(block);
     }
@@ -458,7 +460,7 @@ UNSEEN inline void run_chain(std::vector<std::unique_ptr<Grid>>& grids, unsigned
         grid->unfinished = grid->not_triggered = grid->block_count = (int)grid->blocks.size();
         for (auto& block : grid->blocks) grid->memory_of_order.push_back(block.get());
         std::stable_sort(grid->memory_of_order.begin(), grid->memory_of_order.end(),
-                         [](Block* a, Block* b) { return a->priority < b->priority; });
+                         [](Block* a, Block* b) { return a->turn < b->turn; });
         grid->order = grid->memory_of_order.data();
         const int threads = grid->block_count * grid->threads;
         alive += threads;

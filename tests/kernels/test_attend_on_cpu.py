@@ -93,13 +93,12 @@ class Step:
 # One token; before and after a page of 128 tokens; a full ring; the last token that the pages have room for.
 POSITIONS = ([0, 127], [2, 128], [RING - 1, CONTEXT - 1]) if FULL else ([0, 128], [2, CONTEXT - 1])
 KINDS = [(0, False), (4, False), (4, True), (128, False)]
+SPLITS = [32, 64, 96, 128] if FULL else [32, 96]  # one tile, two, and tiles that take the place of others
 SHAPES = [(128, 16, 32), (128, 32, 128), (512, 16, 64)] if FULL else [(128, 16, 32)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "split", [32, 64, 96, 128] if FULL else [32, 96]
-)  # one tile, two, and tiles that take the place of others
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("ratio, indexed", KINDS)
 @pytest.mark.parametrize("width, heads, rope_dim", SHAPES)
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)

@@ -129,12 +129,6 @@ DEFECTS = {
         "#pragma unroll\n        for (int i = 0; i < PER_LANE; i++) {\n            const int h",
         only="128]-128 and False-96",
     ),
-    "keys are fetched over those that other lanes still read": Defect(
-        "test_attend_on_cpu.py",
-        "__syncwarp();\n        if (ahead < tiles) fetch",
-        "if (ahead < tiles) fetch",
-        only="639] and 96",
-    ),
     "keys that other lanes have copied are read at once": Defect(
         "test_attend_on_cpu.py",
         "else cp_async_wait<0>();\n        __syncwarp();",

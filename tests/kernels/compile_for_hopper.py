@@ -19,17 +19,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from birkhoff.kernels.attend import decode as attend_decode
 from birkhoff.kernels.attend import hopper
 from birkhoff.kernels.attend import prefill as attend
+from birkhoff.kernels.compress import decode as compress_decode
 from birkhoff.kernels.compress import prefill as compress
 from birkhoff.kernels.experts import block_types
+from birkhoff.kernels.experts import decode as experts_decode
 from birkhoff.kernels.experts import fp8 as fp8_experts
 from birkhoff.kernels.experts import prefill as experts
+from birkhoff.kernels.index import decode as index_decode
 from birkhoff.kernels.index import prefill as index
 from birkhoff.kernels.linear import decode as linear_decode
 from birkhoff.kernels.linear import fp8 as fp8_linear
 from birkhoff.kernels.linear import prefill as linear
+from birkhoff.kernels.mhc import decode as mhc_decode
 from birkhoff.kernels.mhc import prefill as mhc
+from birkhoff.kernels.norm import decode as norm_decode
 from birkhoff.kernels.norm import prefill as norm
 from birkhoff.kernels.quant import device as quant
 
@@ -146,6 +152,97 @@ KERNELS: dict[str, tuple] = {
     ),
 }
 
+# The Triton kernels of a decode step, which take the place of the CUDA ones on Ada and AMD, for a few tokens.
+SMALL = {"num_warps": 4, "num_stages": 3}
+PLACES = {"table": I64, "slots": I64, "positions": I64, "cos": F32, "sin": F32}
+PARTIAL = {"partial_out": F32, "partial_max": F32, "partial_sum": F32, "sink": F32, "rule_sink": F32}
+FP4_EXPERTS = {"addresses": I64, "slots": I32, "order": I32, "weights": F32, "limit": "fp32"}
+BOUNDARY = dict.fromkeys(("post", "mix", "pre", "parts", "fn", "base", "scale", "norm"), F32) | {
+    "streams": BF16
+}
+EPS = dict.fromkeys(("eps", "rms_eps", "norm_eps"), "fp32")
+DECODE_KERNELS: dict[str, tuple] = {
+    "decode attention": (
+        attend_decode._attend,
+        PLACES
+        | PARTIAL
+        | EPS
+        | {"queries": BF16, "keys": BF16, "pages": BF16, "topk_indices": I32, "scale": "fp32"}
+        | {"rule_counts": I64, "rules": I64},
+        {"RATIO": 4, "INDEXED": True, "HEADS": 16, "WIDTH": 512, "ROPE_DIM": 64, "KEYS": 32, "FP32": False}
+        | {"RULES": 0, "RULE_WIDTH": 0, "num_warps": 4, "num_stages": 2},
+    ),
+    "decode combine": (
+        attend_decode._combine,
+        PARTIAL | {"cos": F32, "sin": F32, "out": BF16, "out_fp16": BF16},
+        SMALL | {"SPLITS": 32, "WIDTH": 512, "ROPE_DIM": 64, "FP16": False, "PDL": False, "RULES": 0},
+    ),
+    "decode write": (
+        mhc_decode._write_and_mix,
+        BOUNDARY | {"y": F32, "embed": BF16, "tokens": I64},
+        SMALL | {"MODE": 0, "COUNT": 24, "PADDED": 32, "ROWS": 1, "BLOCK": 64, "PDL": False},
+    ),
+    "decode read": (
+        mhc_decode._read_streams,
+        BOUNDARY | EPS | {"out": BF16, "out_fp16": BF16, "out_fp4_order": BF16},
+        {"HEAD": False, "NORM": True, "FP16": False, "FP4_ORDER": False, "COUNT": 24, "PADDED": 32}
+        | {"SPLITS": 64, "BLOCK": 4096, "num_warps": 8, "num_stages": 3},
+    ),
+    "decode route": (
+        experts_decode._route,
+        {"logits": F32, "bias": F32, "hash_table": I32, "tokens": I64, "ids": I32, "weights": F32}
+        | {"order": I32, "slots": I32, "factor": "fp32"},
+        SMALL | {"HASHED": False, "TOKENS": 8, "EXPERTS": 256},
+    ),
+    "decode gate_up": (
+        experts_decode._gate_up,
+        FP4_EXPERTS | {"x": BF16, "z": BF16},
+        SMALL | {"FP32": False, "TOKENS": 16, "ROWS": 32, "INNER": 64},
+    ),
+    "decode down": (
+        experts_decode._down,
+        FP4_EXPERTS | {"z": BF16, "y": F32},
+        SMALL | {"FP32": False, "TOKENS": 16, "ROWS": 64, "INNER": 64},
+    ),
+    "decode swiglu": (
+        experts_decode._swiglu,
+        {"gate_up_rows": F32, "z": BF16, "limit": "fp32"},
+        {"BLOCK": 256, "num_warps": 2, "num_stages": 3},
+    ),
+    "decode product": (
+        linear_decode._gemv,
+        {"x": BF16, "weight": U8, "scale": U8, "grid": U8, "out": BF16},
+        SMALL | {"TYPE": "rows of FP8", "FP32": False, "TOKENS": 16, "ROWS": 64, "INNER": 128},
+    ),
+    "decode score": (
+        index_decode._score,
+        PLACES | {"queries": BF16, "weights": F32, "pages": BF16, "scores": F32, "scale": "fp32"},
+        SMALL
+        | {"HEADS": 64, "WIDTH": 128, "ROPE_DIM": 64, "ENTRIES": 64, "FP32": False}
+        | {"RELEASED": False, "PDL": False},
+    ),
+    "decode top-k": (
+        index_decode._topk_entries,
+        {"scores": F32, "positions": I64, "topk_indices": I32},
+        {"BLOCK": 4096, "TOPK": 512, "TILE": 8192, "COUNTED": False, "num_warps": 8, "num_stages": 3},
+    ),
+    "decode caches": (
+        compress_decode._norm_rope_store,
+        PLACES
+        | {name + number: kind for name, kind in CACHES.items() for number in ("", "2")}
+        | {"qkv": F32, "q_norm": F32, "kv_norm": F32, "latent": BF16, "latent_half": BF16, "keys": BF16}
+        | {"eps": "fp32"},
+        SMALL
+        | {"RANK": 1024, "WIDTH": 512, "ROPE_DIM": 64, "RATIO": 4, "INDEX": 128, "FP16": False, "ITEMS": 8}
+        | {"DRAFTS": 0, "RELEASED": False, "PDL": False},
+    ),
+    "decode norm": (
+        norm_decode._norm_into,
+        {"u": BF16, "weight": F32, "x": BF16, "x_fp16": BF16, "x_fp4_order": BF16, "eps": "fp32"},
+        {"FP16": False, "FP4_ORDER": False, "BLOCK": 4096, "num_warps": 8, "num_stages": 3},
+    ),
+}
+
 
 # Other GPUs: the target, bytes of shared memory of a thread block, and whether FP8 products run there. On AMD's gfx942
 # the matrix instructions have another FP8 format, so that released numerics use 16-bit products.
@@ -159,7 +256,7 @@ TARGETS = {
 
 
 def target_kernels(name: str) -> dict[str, tuple]:
-    """The prefill kernels of one of `TARGETS`, with the tiles they are launched with there."""
+    """The prefill kernels of one of `TARGETS`, with the tiles they are launched with there, and the decode kernels."""
     target, shared, has_fp8 = TARGETS[name]
     packed = PACKED | {"BF16X2": target.backend == "cuda" and target.arch >= 90}
     kernel, types, settings = KERNELS["attention"]
@@ -170,48 +267,60 @@ def target_kernels(name: str) -> dict[str, tuple]:
     codes = EXPERTS | {"x_scale": F32, "z_scale": F32}
     spread = {"PRMT": True, "TOKENS": 128, **fp8_experts.tile_config(128)}
     rounding = {"num_warps": 4, "num_stages": 3}
-    found = KERNELS | {
-        "experts gate_up": (experts._gate_up, EXPERTS, packed | experts.tile_config(False, True, shared)),
-        "experts down": (experts._down, EXPERTS, packed | experts.tile_config(False, False, shared)),
-        "linear fp8": (
-            linear_kernel,
-            linear_types,
-            linear_settings | linear.tile_config(4096, 4096, False, shared),
-        ),
-        "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
-        "index score": (score, score_types, score_settings | index.tile_config(False, shared)),
-        "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
-        "norm rotate": (
-            norm._norm_rotate,
-            {"x": BF16, "weight": F32, "cos": F32, "sin": F32, "out": BF16, "eps": "fp32"},
-            rounding
-            | {"WEIGHT": True, "WIDTH": 512, "PADDED": 512, "PAIRS": 32, "KEEP": 64, "GROUP": 64, "ROWS": 4},
-        ),
-        "compress": (
-            compress._compress,
-            {name + number: kind for name, kind in CACHES.items() for number in ("", "2")} | STEP,
-            rounding
-            | {"RATIO": 4, "WIDTH": 512, "WIDTH2": 128, "ROPE_DIM": 64, "ITEMS": 8}
-            | {"ROUNDING": "key", "ROUNDING2": "index"},
-        ),
-        "store": (
-            compress._store,
-            {name + number: kind for name, kind in CACHES.items() for number in ("", "2", "3")} | STEP,
-            rounding
-            | {"WIDTH": 512, "PADDED": 512, "RATIO": 0, "WIDTH2": 2048, "PADDED2": 2048, "RATIO2": 4}
-            | {"WIDTH3": 512, "PADDED3": 512, "RATIO3": 4},
-        ),
-        "round": (
-            quant._fp8_round,
-            {"x": BF16, "out": BF16},
-            rounding | {"dtype": tl.bfloat16, "GROUP": 128, "ITEMS": 16},
-        ),
-        "hadamard": (
-            quant._hadamard_fp4,
-            {"x": BF16, "out": BF16},
-            rounding | {"WIDTH": 128, "FP32": False, "ROWS": 64},
-        ),
-    }
+    found = (
+        KERNELS
+        | DECODE_KERNELS
+        | {
+            "experts gate_up": (experts._gate_up, EXPERTS, packed | experts.tile_config(False, True, shared)),
+            "experts down": (experts._down, EXPERTS, packed | experts.tile_config(False, False, shared)),
+            "linear fp8": (
+                linear_kernel,
+                linear_types,
+                linear_settings | linear.tile_config(4096, 4096, False, shared),
+            ),
+            "mhc mix": (mix, mix_types, mix_settings | mhc.tile_config(False, shared)),
+            "index score": (score, score_types, score_settings | index.tile_config(False, shared)),
+            "attention": (kernel, types, settings | attend.tile_config(64, False, name == "sm_90")),
+            "norm rotate": (
+                norm._norm_rotate,
+                {"x": BF16, "weight": F32, "cos": F32, "sin": F32, "out": BF16, "eps": "fp32"},
+                rounding
+                | {
+                    "WEIGHT": True,
+                    "WIDTH": 512,
+                    "PADDED": 512,
+                    "PAIRS": 32,
+                    "KEEP": 64,
+                    "GROUP": 64,
+                    "ROWS": 4,
+                },
+            ),
+            "compress": (
+                compress._compress,
+                {name + number: kind for name, kind in CACHES.items() for number in ("", "2")} | STEP,
+                rounding
+                | {"RATIO": 4, "WIDTH": 512, "WIDTH2": 128, "ROPE_DIM": 64, "ITEMS": 8}
+                | {"ROUNDING": "key", "ROUNDING2": "index"},
+            ),
+            "store": (
+                compress._store,
+                {name + number: kind for name, kind in CACHES.items() for number in ("", "2", "3")} | STEP,
+                rounding
+                | {"WIDTH": 512, "PADDED": 512, "RATIO": 0, "WIDTH2": 2048, "PADDED2": 2048, "RATIO2": 4}
+                | {"WIDTH3": 512, "PADDED3": 512, "RATIO3": 4},
+            ),
+            "round": (
+                quant._fp8_round,
+                {"x": BF16, "out": BF16},
+                rounding | {"dtype": tl.bfloat16, "GROUP": 128, "ITEMS": 16},
+            ),
+            "hadamard": (
+                quant._hadamard_fp4,
+                {"x": BF16, "out": BF16},
+                rounding | {"WIDTH": 128, "FP32": False, "ROWS": 64},
+            ),
+        }
+    )
     if has_fp8:
         found |= {
             "quantise": (

@@ -2,7 +2,6 @@
 // registers, when its warp waits for it; before that its results are not numbers.
 #pragma once
 #include "cuda_on_cpu.h"
-#include <functional>
 
 typedef unsigned char u8;
 alignas(1024) static u8 memory[256 * 1024];
@@ -28,31 +27,22 @@ template <typename T, typename V> void atomicMax(T* p, V v) {
 }
 
 // Barriers of named groups of threads, and those of stages, by address.
-static std::unique_ptr<std::barrier<>> multiplying, copiers, groups[2];
+static Barrier multiplying, copiers, groups[2];
 inline uint64_t* barrier_at(unsigned address) { return reinterpret_cast<uint64_t*>(memory + address); }
 inline void barrier_init(unsigned address, int arrivals) { barrier_start(barrier_at(address), arrivals); }
 inline void barrier_arrive(unsigned address) { barrier_change(barrier_at(address), 1, 0); }
 inline void barrier_wait(unsigned address, unsigned parity) { barrier_await(barrier_at(address), parity); }
-inline void sync_multiplying() { multiplying->arrive_and_wait(); }
-inline void sync_copying() { copiers->arrive_and_wait(); }
-inline void sync_group(int group) { groups[group]->arrive_and_wait(); }
+inline void sync_multiplying() { arrive_and_wait(multiplying); }
+inline void sync_copying() { arrive_and_wait(copiers); }
+inline void sync_group(int group) { arrive_and_wait(groups[group]); }
 inline void fewer_registers() {}
 inline void more_registers() {}
 inline void fence_async_proxy() {}
 
-// Matrix products of this thread: the group that is open, and those that were committed.
-using Products = std::vector<std::function<void()>>;
-static thread_local Products open_products;
-static thread_local std::deque<Products> committed_products;
+// Matrix products of this thread.
 inline void wgmma_fence() {}
-inline void wgmma_commit() {
-    committed_products.push_back(std::move(open_products));
-    open_products.clear();
-}
-inline void await_products(int pending) {
-    for (; (int)committed_products.size() > pending; committed_products.pop_front())
-        for (const auto& each : committed_products.front()) each();
-}
+inline void wgmma_commit() { self().products.commit(); }
+inline void await_products(int pending) { self().products.await(pending); }
 inline void wgmma_wait_all() { await_products(0); }
 template <int COUNT> void hold(float (&)[COUNT]) {}
 template <int PENDING, int COUNT> void wait_for_products(float (&)[4][COUNT]) { await_products(PENDING); }
@@ -68,37 +58,18 @@ inline void copies_commit() { commit_requests(); }
 template <int PENDING> void copies_wait() { await_requests(PENDING); }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
 
-struct E4M3 {
-    float values[256];
-    E4M3() {
-        for (int code = 0; code < 256; code++) values[code] = (float)e4m3_to_f16(code);
-    }
-};
-static const E4M3 e4m3;
-inline float of_e4m3(unsigned code) { return e4m3.values[code]; }
-inline unsigned e4m3_code(float v) {  // the nearest one, ties to even
-    const float magnitude = std::fabs(v);
-    unsigned best = 0;
-    for (unsigned code = 1; code < 127; code++) {
-        const float off = std::fabs(of_e4m3(code) - magnitude), least = std::fabs(of_e4m3(best) - magnitude);
-        if (off < least || (off == least && code % 2 == 0)) best = code;
-    }
-    return best | (v < 0 ? 128 : 0);
-}
-inline unsigned digit_code(float v) { return e4m3_code(v); }
-
 // D[64, N] += A[64, 32] B[32, N]: the rows of a warp are its own, B is at the address of its descriptor, swizzled.
+UNSEEN inline void rows_of_lanes(unsigned (&rows)[4][4], const unsigned (&a)[4]) {  // of the four lanes of a row
+    const int lane = threadIdx.x & 31;
+    Lanes& all = lanes();
+    for (int i = 0; i < 4; i++) all.a[lane][i] = a[i];
+    exchanged();
+    for (int i = 0; i < 16; i++) rows[i / 4][i % 4] = all.a[(lane >> 2) * 4 + i / 4][i % 4];
+}
 template <int N> void product_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int sum) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    Fragments& all = fragments[threadIdx.x >> 5];
-    unsigned rows[4][4];  // of the four lanes of this thread's rows
-    {
-        Exchange registers;
-        std::copy(a, a + 4, all.a[lane]);
-        __syncwarp();
-        for (int i = 0; i < 4; i++) std::copy(all.a[g * 4 + i], all.a[g * 4 + i] + 4, rows[i]);
-        __syncwarp();
-    }
+    const int lane = threadIdx.x & 31, t = lane & 3;
+    unsigned rows[4][4];
+    rows_of_lanes(rows, a);
     const unsigned start = (unsigned)(b & 0x3FFF) << 4;
     for (int i = 0; i < N / 2; i++) {
         const int n = i / 4 * 8 + 2 * t + i % 2, upper = i % 4 / 2;
@@ -115,14 +86,14 @@ template <int N> void product_e4m3(float (&d)[N / 2], const unsigned (&a)[4], un
 }
 template <int N> void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int sum) {
     if (!sum) std::fill(d, d + N / 2, NAN);
-    open_products.push_back([&d, &a, b, sum] { product_e4m3<N>(d, a, b, sum); });
+    self().products.add([&d, &a, b, sum] { product_e4m3<N>(d, a, b, sum); });
 }
 
 // One block of a grid of persistent blocks.
 template <typename KERNEL> void run_roles(int threads, Place block, int grid, const KERNEL& kernel) {
-    multiplying = std::make_unique<std::barrier<>>(256);
-    copiers = std::make_unique<std::barrier<>>(threads - 256);
-    for (auto& each : groups) each = std::make_unique<std::barrier<>>(128);
+    multiplying = {.expected = 256};
+    copiers = {.expected = threads - 256};
+    for (Barrier& each : groups) each = {.expected = 128};
     const int chosen[1][2] = {{block.x, block.y}};
     run_blocks({grid, 1}, chosen, 1, threads, kernel);
 }

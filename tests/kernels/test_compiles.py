@@ -57,17 +57,40 @@ def test_prefill_kernels_compile_for_hopper(tmp_path):
 # A kernel of each kind for each GPU; all of them with the full suite.
 OTHER_GPUS = ("sm_89", "sm_100", "sm_120", "gfx942")
 KERNELS_ELSEWHERE = (*ALL, "norm rotate", "compress", "store", "round", "hadamard")
+STEPS = (
+    "attention",
+    "combine",
+    "write",
+    "read",
+    "route",
+    "gate_up",
+    "down",
+    "swiglu",
+    "product",
+    "score",
+    "top-k",
+)
+DECODE = [f"decode {name}" for name in (*STEPS, "caches", "norm")]
 FP8_KERNELS = ("quantise", "norm codes", "gate codes", "read codes", "fp8 product", "fp8 gate_up", "fp8 down")
-FEW = ("sm_89 quantise", "sm_100 index score", "sm_120 quantise", "gfx942 index score", "gfx942 round")
+FEW = (
+    "sm_89 quantise",
+    "sm_89 decode combine",
+    "sm_100 index score",
+    "sm_120 quantise",
+    "gfx942 index score",
+    "gfx942 decode combine",
+)
 
 
 def test_kernels_compile_for_other_gpus_and_fit_their_shared_memory(tmp_path):
-    """Ada, Blackwell and AMD's gfx942, of which none was at hand. FP8 products are not launched on the last one."""
+    """Ada, Blackwell and AMD's gfx942, of which none was at hand. FP8 products are not launched on the last one. Every
+    decode kernel is compiled for those without CUDA kernels, Ada and gfx942."""
     names = FEW
     if FULL:
         names = [f"{gpu} {kernel}" for gpu in OTHER_GPUS for kernel in KERNELS_ELSEWHERE]
         names += [f"{gpu} {kernel}" for gpu in OTHER_GPUS[:3] for kernel in FP8_KERNELS]
         names += [f"sm_90 {kernel}" for kernel in FP8_KERNELS]
+        names += [f"{gpu} {kernel}" for gpu in ("sm_89", "gfx942") for kernel in DECODE]
     rows = compile_elsewhere(["targets", *names], tmp_path)
     assert [f"{row['target']} {row['kernel']}" for row in rows] == list(names)
     assert all(row["shared"] <= row["limit"] for row in rows), rows
@@ -107,6 +130,19 @@ def test_cuda_sources_compile_for_hopper_and_blackwell(nvrtc, target):
         assert architecture(source, CAPABILITIES[target]) == target + own
         for defines in ((), ("Q8_CODES=1",)) if stem == "gemv" and FULL else ((),):
             assert compile_cubin(nvrtc, source, CAPABILITIES[target], defines).startswith(b"\x7fELF")
+
+
+# What the sources use that Ada does not have: programmatic dependent launch, clusters.
+WITHOUT_ADA = r"griddepcontrol|cluster"
+
+
+@pytest.mark.parametrize("stem", PORTABLE if FULL else ["mhc", "sample"])
+def test_cuda_sources_do_not_compile_for_ada(nvrtc, stem):
+    """`unsupported_reason` and `DeviceSampler.supported` send these GPUs to the Triton twins and the plain sampler
+    (tests/decode/test_gpu.py). Sources that compile for Ada could be launched there."""
+    with pytest.raises(AssertionError, match="does not compile") as error:
+        compile_cubin(nvrtc, CUDA_FOLDER / f"{stem}.cu", (8, 9))
+    assert re.search(WITHOUT_ADA, str(error.value)), str(error.value)[:500]
 
 
 @pytest.mark.parametrize("target", CAPABILITIES if FULL else ["sm_90"])

@@ -88,7 +88,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
 
 
 class Place(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int), ("z", ctypes.c_int))
 
 
 def argument(value):

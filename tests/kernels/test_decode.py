@@ -220,11 +220,11 @@ def test_the_indexer_scores_and_selects(ties):
 
 @pytest.mark.parametrize("one_tile", [True, False])
 def test_topk_of_any_scores_matches_the_reference(one_tile, monkeypatch):
-    """Equal, very small, very large, negative and infinite scores, in registers and in several tiles."""
+    """Equal, small, large, negative, infinite scores and zeros of both signs, in registers and in several tiles."""
     if not one_tile:
         monkeypatch.setattr(index, "MAX_TILE", 64)
     entries, topk = 4300, 12
-    scores = normal(1, 8, entries)
+    scores = normal(1, 9, entries)
     scores[1] = 3.0
     scores[2] = scores[2].round()
     scores[3] *= 1e-30
@@ -232,8 +232,9 @@ def test_topk_of_any_scores_matches_the_reference(one_tile, monkeypatch):
     scores[5] = -scores[5].abs()
     scores[6, ::300], scores[6, 1::3] = torch.inf, -torch.inf
     scores[7], scores[7, 5] = -torch.inf, 1.0
-    counts = torch.tensor([entries, entries, 4000, 4200, 13, 2000, 4299, 300], device=DEVICE).int()
-    chosen = torch.full((8, topk), -1, dtype=torch.int32, device=DEVICE)
+    scores[8] = torch.where(scores[8] > 0, 0.0, -0.0)
+    counts = torch.tensor([entries, entries, 4000, 4200, 13, 2000, 4299, 300, 4300], device=DEVICE).int()
+    chosen = torch.full((9, topk), -1, dtype=torch.int32, device=DEVICE)
     index.topk_entries(scores, counts, chosen, counted=True)
     visible = torch.arange(entries, device=DEVICE) < counts.unsqueeze(-1)
     expected = reference_index.topk_mask(scores, visible, topk)

@@ -213,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(THREADS, 
     int token = token_of(best);
 
     if (usable && !p.greedy) {
-        const float scale = (float)p.inv_temperature;
+        const float scale = fminf((float)p.inv_temperature, 3.4e38f);  // infinity times the best token's 0 is NaN
         u32 last_rank = 0;  // logits below this rank are outside top-k; needed only for the mass that top-p is a share of
         if (p.top_k > 0 && p.top_k < vocab && p.top_p < 1.0) {
             // The largest value that at least top_k logits reach, two bits a round. Three counts of 21 bits in one word.

@@ -63,7 +63,7 @@ __device__ __forceinline__ void topk_entries(const float* scores, const i64* pos
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int e = first + i;
-        key[i] = e < count ? sortable_bits(scores[row * max_entries + e]) : 0u;
+        key[i] = e < count ? sortable_bits(scores[row * max_entries + e] + 0.f) : 0u;  // -0 equals 0
     }
     u32 threshold = 0;
     int above_threshold = 0;

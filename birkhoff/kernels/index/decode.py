@@ -139,9 +139,9 @@ def _middle(low, high, turn):
 
 @triton.jit
 def _keys(scores, first, count, BLOCK: tl.constexpr):
-    """Entries first.. and their sortable bits; the lowest value after the last entry."""
+    """Entries first.. and their sortable bits (-0 equals 0); the lowest value after the last entry."""
     e = first + tl.arange(0, BLOCK)
-    key = _sortable_bits(tl.load(scores + e, mask=e < count, other=0.0))
+    key = _sortable_bits(tl.load(scores + e, mask=e < count, other=0.0) + 0.0)
     return e, tl.where(e < count, key, -2147483648)
 
 

@@ -105,7 +105,7 @@ class Output(Tabular):
             "finished": self.finish_reason,
             "tokens per second": None if speed is None else f"{speed:.1f}",
             "steered positions": self.interp.get("rows_steered"),
-            "captured": ", ".join(f"{hook}[{layer}]" for hook, layer in list(self.acts)[:8]) or None,
+            "captured": self._captured,
             "error": self.error,
         }
         return notebook.Html(notebook.tokens(texts, values, label) + notebook.facts("", facts))
@@ -133,9 +133,15 @@ class Output(Tabular):
         text = self.text if len(self.text) <= 80 else f"{self.text[:79]}…"
         counts = f"{len(self.prompt_token_ids)} tokens in, {len(self.token_ids)} out"
         more = "" if self.error is None else f", error {self.error}"
-        if not isinstance(self.acts, NoActs):
-            more += f", {self.acts!r}"
+        more += "" if self._captured is None else f", {self._captured}"
         return f"Output({text!r}, {counts}, finished: {self.finish_reason}{more})"
+
+    @property
+    def _captured(self) -> str | None:
+        """The captured rows in a line, or why there are none although they were asked for."""
+        if not isinstance(self.acts, NoActs):
+            return repr(self.acts)
+        return None if self.acts.reason is NOTHING_CAPTURED else str(self.acts.reason)
 
     def _repr_html_(self) -> str:
         return str(self.show())

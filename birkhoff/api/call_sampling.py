@@ -30,6 +30,7 @@ class CallSampling:
 class GenerateKwargs(AnswerKwargs, total=False):
     """The keywords of `Engine.generate` besides `n`, for its types."""
 
+    context: str | None
     params: SamplingParams | None
     capture: Captures
     steer: Steering

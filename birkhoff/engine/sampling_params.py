@@ -49,13 +49,13 @@ class AnswerKwargs(TypedDict, total=False):
     frequency_penalty: float | None
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
-    context: str | None
 
 
 class SamplingKwargs(AnswerKwargs, total=False):
     """The fields of `SamplingParams` as keywords; None selects the default."""
 
     n: int | None
+    context: str | None
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = option(
         (), "Added to the logits of single tokens, by token id.", "none"
     )
+    n: int = option(1, "Number of answers for each prompt.")
     context: str | None = option(
         None, "Name under which the prompt's cache pages are kept, in memory and on disk.", "none"
     )
-    n: int = option(1, "Number of answers for each prompt.")
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:

@@ -195,9 +195,7 @@ def test_a_sweep_by_function_by_text_and_with_other_edits(engine):
     single = engine.patch_sweep("abc", "abd", "x", "mlp_out", layers=[1], positions=[-1])
     assert abs(single.clean - float(engine.logits("abc")[-1, engine.tokenizer.encode("x")[0]])) < 1e-4
     label, value = sweep.top(1)[0]
-    assert (
-        value in sweep.values and label["layer"] == 4 and "PatchSweep(1 layers x 2 positions" in repr(sweep)
-    )
+    assert value in sweep.values and label["layer"] == 4 and "PatchSweep(1 layer x 2 positions" in repr(sweep)
 
 
 def test_sixty_four_cells_are_one_pass_and_more_are_few(engine, monkeypatch):

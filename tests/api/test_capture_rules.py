@@ -198,7 +198,8 @@ def test_a_failed_capture_keeps_the_output_and_raises_when_rows_are_read(idle):
     job.sink.append = full
     idle.wait(request)
     out = Output.of(request)
-    assert out.token_ids == plain.token_ids[:1] and "No space left" in repr(out)
+    assert out.token_ids == plain.token_ids[:1]
+    assert "No space left" in repr(out) and "No space left" in out._repr_html_()
     assert out.capture_results["memory"].status == "error"
     assert "No space left" in out.capture_results["memory"].error
     for look in (

@@ -73,7 +73,7 @@ def test_the_message_says_what_was_seen_and_what_is_expected(field, value, param
         (ChatBody, {}, "messages", "messages is missing. Add it."),
         (CompletionBody, {"prompt": 3}, "prompt", "prompt is 3, expected a string or an array."),
         (CompletionBody, {"prompt": [[1], [-3]]}, "prompt[1][0]", "prompt[1][0] is -3, expected at least 0."),
-        (SweepBody, {"source": "Hi"}, "source", "source is 'Hi', expected an object."),
+        (SweepBody, {"source": "Hi"}, "source", "source is 'Hi', expected an object or an array."),
         (UnregisterBody, {"name": "x", "id": 3}, "id", "'id' is no field of this call. It has: name."),
         (UnregisterBody, {"name": "x", "A b": 3}, "A b", "'A b' is no field of this call. It has: name."),
         (UnregisterBody, {"nam": "x"}, "name", "name is missing. Add it."),

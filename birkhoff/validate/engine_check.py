@@ -318,7 +318,7 @@ def _run_lines(run: BatchCheck) -> list[str]:
         tokens += f", the others' logits are up to {greedy.largest_gap:.2g} lower (allowed {greedy.allowed_gap:.2g})"
     out.append(tokens)
     if not greedy.same_without_capture:
-        out.append("without captures the tokens are others, which must not be")
+        out.append("the tokens are others without captures: capturing must not change them")
     return out
 
 

@@ -149,7 +149,12 @@ class V4Config:
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"{path.name} cannot be read as JSON ({reason}). Download it again.") from None
-        return cls.from_dict(raw)
+        try:
+            return cls.from_dict(raw)
+        except ConfigError as error:
+            if path.name in str(error):
+                raise
+            raise type(error)(f"{path.name}: {error}") from None
 
     @classmethod
     def from_dict(cls, raw: object) -> V4Config:
